@@ -1,0 +1,186 @@
+"""From files to a `Matrix`: gathering, the normalised document, its compiled form, and `load_matrix`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_prefill.capabilities.matrix import Matrix
+
+if TYPE_CHECKING:  # a query answered from the compiled form reads no YAML, so it need not import PyYAML
+    from mla_prefill.capabilities.source import SourceFile
+
+DATA_DIR = Path(__file__).parent / "data"
+DATA_LABEL = "capabilities/data"
+COMPILED = DATA_DIR / "compiled.json"
+#: File stem -> its top-level key. Also the order in which files are hashed.
+KINDS = {
+    "architectures": "architectures",
+    "kernels": "kernels",
+    "matrix": "matrix",
+    "priorities": "orders",
+    "models": "models",
+}
+#: Where the document keeps the place of an item, under the key "@".
+_PLACED = (
+    ("kernels", "*"),
+    ("kernels", "*", "providers", "*"),
+    ("kernels", "*", "limits", "*"),
+    ("kernels", "*", "known_bad", "*"),
+    ("matrix", "*"),
+    ("matrix", "*", "allow", "*"),
+    ("orders", "*"),
+)
+
+
+@dataclass
+class Sources:
+    """The files one matrix is made of: one of each kind, and overlays of matrix rows (or models)."""
+
+    files: dict[str, SourceFile]
+    overlays: list[tuple[str, SourceFile]] = field(default_factory=list)
+    evidence: list[SourceFile] = field(default_factory=list)
+
+    def all(self) -> Iterator[tuple[str, SourceFile]]:
+        """(kind, file) of everything, overlays last."""
+        yield from self.files.items()
+        yield from self.overlays
+
+    def fingerprint(self) -> str:
+        blobs = [(kind, source.raw) for kind, source in self.all()]
+        return _fingerprint(blobs + [("evidence", source.raw) for source in self.evidence])
+
+
+def _fingerprint(blobs: Iterable[tuple[str, bytes]]) -> str:
+    digest = hashlib.sha256()
+    for kind, raw in blobs:
+        digest.update(f"{kind}\0{len(raw)}\0".encode())
+        digest.update(raw)
+    return digest.hexdigest()
+
+
+def _evidence_files(folder: Path) -> list[Path]:
+    return sorted((folder / "evidence").glob("*.json"))
+
+
+def shipped_fingerprint() -> str:
+    """The fingerprint of the data folder as it stands on disk: a few file reads, no parsing."""
+    blobs = [(kind, (DATA_DIR / f"{kind}.yaml").read_bytes()) for kind in KINDS]
+    return _fingerprint(blobs + [("evidence", path.read_bytes()) for path in _evidence_files(DATA_DIR)])
+
+
+def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> Sources:
+    """Reads (but does not parse) the files that make a matrix.
+
+    Args:
+        path: None for the shipped data, a folder with all five files, or one file that stands in for its namesake
+            among the shipped data.
+        extra: files of matrix rows (or models) to lay over it.
+
+    Raises:
+        OSError: a path cannot be read.
+    """
+    from mla_prefill.capabilities.source import read_file
+
+    folder, label = DATA_DIR, DATA_LABEL
+    replaced: dict[str, SourceFile] = {}
+    if path is not None:
+        chosen = Path(path)
+        if chosen.is_dir():
+            folder, label = chosen, str(chosen)
+        else:
+            source = read_file(chosen)
+            replaced[kind_of(source, chosen)] = source
+    files = {
+        kind: replaced.get(kind) or read_file(folder / f"{kind}.yaml", f"{label}/{kind}.yaml") for kind in KINDS
+    }
+    overlays = [(kind_of(source, Path(p)), source) for p in extra for source in [read_file(Path(p))]]
+    evidence = [read_file(p, f"{label}/evidence/{p.name}") for p in _evidence_files(folder)]
+    return Sources(files, overlays, evidence)
+
+
+def kind_of(source: SourceFile, path: Path) -> str:
+    """Which of the five files this is: by its name, else by a top-level key at the start of a line, else a matrix."""
+    if path.stem in KINDS:
+        return path.stem
+    lines = {line.split(b":", 1)[0].strip() for line in source.raw[: 1 << 20].splitlines() if line[:1].isalpha()}
+    return next((kind for kind, key in KINDS.items() if key.encode() in lines), "matrix")
+
+
+def document(sources: Sources) -> dict[str, Any]:
+    """The normalised, JSON-able content of checked sources: what `Matrix` is built from, and the compiled form."""
+    from mla_prefill.capabilities.evidence import proofs
+
+    merged: dict[str, Any] = {"schema_version": 1, "fingerprint": sources.fingerprint()}
+    for kind, source in sources.all():
+        key = KINDS[kind]
+        content = _plain(source, source.data[key], (key,))
+        if key not in merged:
+            merged[key] = content
+        elif kind == "matrix":
+            for name, block in content.items():
+                known = merged[key].setdefault(name, block)
+                if known is not block:
+                    known["allow"] = known["allow"] + block["allow"]
+        else:
+            merged[key] = {**merged[key], **content}
+        if kind == "kernels":
+            merged["features"] = dict(source.data.get("features", {}))
+    merged["proof"] = proofs(sources.evidence)
+    return merged
+
+
+def _plain(source: SourceFile, node: Any, path: tuple[str | int, ...]) -> Any:
+    """Plain dicts and lists of a node, with "@" (file:line) on the items that answers refer to."""
+    if isinstance(node, dict):
+        plain = {key: _plain(source, value, (*path, key)) for key, value in node.items()}
+        if any(_matches(path, pattern) for pattern in _PLACED):
+            plain["@"] = source.at(*path)
+        return plain
+    if isinstance(node, list):
+        return [_plain(source, value, (*path, i)) for i, value in enumerate(node)]
+    return node
+
+
+def _matches(path: tuple[str | int, ...], pattern: tuple[str, ...]) -> bool:
+    return len(path) == len(pattern) and all(p in ("*", step) for p, step in zip(pattern, path, strict=True))
+
+
+def load_matrix(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> Matrix:
+    """Reads, validates, cross-checks and compiles a matrix.
+
+    The shipped data is answered from its compiled form, which parses no YAML and validates nothing twice, as long as
+    that form was made from exactly these sources; a changed source is read in full.
+
+    Args:
+        path: None for the shipped data, a data folder, or one file in place of its shipped namesake.
+        extra: overlays: files of matrix rows (or models) with the same checks; a candidate says which file it is from.
+
+    Raises:
+        MatrixError: with every finding of every file.
+        OSError: a path cannot be read.
+    """
+    if path is None and not extra and (compiled := _read_compiled()) is not None:
+        return Matrix(compiled)
+    from mla_prefill.capabilities.checks import require_clean
+
+    sources = gather(path, extra)
+    require_clean(sources)
+    return Matrix(document(sources))
+
+
+def _read_compiled() -> dict[str, Any] | None:
+    try:
+        compiled: dict[str, Any] = json.loads(COMPILED.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return compiled if compiled.get("fingerprint") == shipped_fingerprint() else None
+
+
+def compiled_text(sources: Sources) -> str:
+    """The text of ``compiled.json`` for these sources."""
+    return json.dumps(document(sources), separators=(",", ":"), sort_keys=False) + "\n"

@@ -1,0 +1,395 @@
+"""The compiled matrix: policy (rows) joined with physics (kernels), ready to be asked.
+
+``Matrix.lookup`` answers ``(arch, fa_version, dims)`` in one dictionary access; ``Matrix.cells`` is what the selector
+reads: every kernel's facts for an arch and dims, with or without a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from mla_prefill.capabilities import versions
+from mla_prefill.capabilities.findings import nearest
+from mla_prefill.capabilities.model import (
+    Architecture,
+    Block,
+    Candidate,
+    Fit,
+    Kernel,
+    KnownBad,
+    Limit,
+    LseConvention,
+    MLADimensions,
+    Order,
+    Provider,
+    Row,
+    Span,
+    Width,
+)
+
+
+class UnknownNameError(ValueError):
+    """An architecture, GPU, backend, kernel, block or model that nobody declared. The text names the nearest one."""
+
+
+class Offer(NamedTuple):
+    """A provider that can run the kernel on this arch and dims, with the versions of it that can."""
+
+    provider: Provider
+    specifier: str
+    requirement: str
+    dtypes: tuple[str, ...]
+    provides: frozenset[str]
+    known_bad: tuple[KnownBad, ...]
+
+
+class Cell(NamedTuple):
+    """Everything the sheets say about one kernel for one arch and dims. ``rank`` None: no place in the order."""
+
+    kernel: Kernel
+    limit: Limit | None
+    fit: Fit | None
+    row: Row | None
+    rank: int | None
+    on_request: str | None
+    offers: tuple[Offer, ...]
+    candidate: Candidate | None
+
+
+class Matrix:
+    """An immutable, checked matrix. Get one from `load_matrix`.
+
+    Attributes:
+        architectures, kernels, blocks: the declared axes and rows, by name.
+        features: what ``Request.needs`` may name, with a line of explanation each.
+        families: the model families of models.yaml, as plain data.
+        fingerprint: SHA-256 over the sources; equal fingerprints give equal decisions.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.fingerprint: str = document["fingerprint"]
+        self.schema_version: int = document["schema_version"]
+        self.features: Mapping[str, str] = MappingProxyType(document["features"])
+        self.families: Mapping[str, Any] = MappingProxyType(document["models"])
+        self.architectures: Mapping[str, Architecture] = MappingProxyType(
+            {name: _architecture(name, raw) for name, raw in document["architectures"].items()}
+        )
+        self.kernels: Mapping[str, Kernel] = MappingProxyType(
+            {name: _kernel(name, raw) for name, raw in document["kernels"].items()}
+        )
+        self.blocks: Mapping[str, Block] = MappingProxyType(
+            {name: _block(name, raw) for name, raw in document["matrix"].items()}
+        )
+        self.orders: tuple[Order, ...] = tuple(_order(raw) for raw in document["orders"])
+        self._proof: Mapping[str, str] = document["proof"]
+        self._limits = {(k.name, a): limit for k in self.kernels.values() for limit in k.limits for a in limit.arch}
+        self._blocks_by_dims: dict[MLADimensions, list[Block]] = {}
+        for block in self.blocks.values():
+            self._blocks_by_dims.setdefault(block.dims, []).append(block)
+        self._orders: dict[tuple[str, str | None], Order] = {
+            (arch, name): order for order in self.orders for arch in order.arch for name in order.dims or (None,)
+        }
+        self._spellings = _spellings(self.architectures)
+        self._cells: dict[tuple[str, MLADimensions], tuple[Cell, ...]] = {}
+        self._table: dict[tuple[str, int | None, tuple[int, int, int]], tuple[Candidate, ...]] = {}
+
+    # ---- asking -----------------------------------------------------------------------------------------------
+
+    def lookup(self, arch: str, fa_version: int | None, dims: MLADimensions) -> tuple[Candidate, ...]:
+        """The allowed candidates in priority order, empty where nothing is allowed.
+
+        Args:
+            arch: an architecture id (``sm90``).
+            fa_version: the FlashAttention version at hand, or None; backends that need none are in every tuple.
+            dims: (qk_nope, qk_rope, v_head).
+        """
+        found = self._table.get((arch, fa_version, dims))
+        return self._fill(arch, fa_version, dims) if found is None else found
+
+    def _fill(self, arch: str, fa_version: int | None, dims: tuple[int, int, int]) -> tuple[Candidate, ...]:
+        dims = MLADimensions(*dims)
+        if dims not in self._blocks_by_dims or arch not in self.architectures or fa_version not in self._fa_axis:
+            return ()  # not kept: whatever a caller asks must not grow the table
+        ordered = sorted((c for c in self.cells(arch, dims) if c.candidate), key=_priority)
+        candidates = [c.candidate for c in ordered if c.candidate and c.candidate.fa_version in (None, fa_version)]
+        return self._table.setdefault((arch, fa_version, dims), tuple(candidates))
+
+    def allowed(self, arch: str, fa_version: int | None, dims: MLADimensions) -> tuple[str, ...]:
+        """The backend names in `lookup`'s answer, without repeats."""
+        return tuple(dict.fromkeys(c.backend for c in self.lookup(arch, fa_version, dims)))
+
+    def cells(self, arch: str, dims: MLADimensions) -> tuple[Cell, ...]:
+        """Every kernel of the kernel sheet for an arch and dims, in the sheet's order."""
+        key = (arch, dims)
+        cells = self._cells.get(key)
+        if cells is None:
+            if len(self._cells) >= 4096:  # dims come from callers; the shipped axes are far fewer
+                self._cells.clear()
+            cells = self._cells[key] = tuple(self._cell(kernel, arch, dims) for kernel in self.kernels.values())
+        return cells
+
+    def block_for(self, dims: MLADimensions) -> Block | None:
+        """The block of these dims; where an overlay adds one, the shipped one comes first."""
+        return next(iter(self._blocks_by_dims.get(dims, ())), None)
+
+    def order_for(self, arch: str, dims: MLADimensions) -> Order | None:
+        for block in self._blocks_by_dims.get(dims, ()):
+            if order := self._orders.get((arch, block.name)):
+                return order
+        return self._orders.get((arch, None))
+
+    def keys(self) -> Iterator[tuple[str, int | None, MLADimensions]]:
+        """Every key of the declared axes."""
+        for dims in self._blocks_by_dims:
+            for arch in self.architectures:
+                for fa_version in self._fa_axis:
+                    yield arch, fa_version, dims
+
+    @property
+    def fa_versions(self) -> tuple[int, ...]:
+        return tuple(sorted({k.fa_version for k in self.kernels.values() if k.fa_version is not None}))
+
+    @property
+    def _fa_axis(self) -> tuple[int | None, ...]:
+        return (None, *self.fa_versions)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(k.backend for k in self.kernels.values()))
+
+    @property
+    def distributions(self) -> tuple[str, ...]:
+        """Every package that provides a kernel, in normalised spelling."""
+        names = (versions.canonical(p.distribution) for k in self.kernels.values() for p in k.providers)
+        return tuple(dict.fromkeys(names))
+
+    def arch(self, spelling: str) -> str:
+        """The id of an architecture in any accepted spelling: ``sm_90a``, ``9.0``, ``gfx942:sramecc+:xnack-``."""
+        found = self._spellings.get(_fold(spelling.split(":", 1)[0]))
+        if found is None:
+            raise UnknownNameError(f"unknown architecture {spelling!r}; {nearest(spelling, self.architectures)}")
+        return found
+
+    def gpu(self, product: str) -> str:
+        """The architecture of a product: ``H200``, ``NVIDIA L40S``."""
+        products = {_fold(p): a.id for a in self.architectures.values() for p in a.products}
+        folded = _fold(product)
+        for brand in ("nvidia", "amd", "instinct", "geforce"):
+            folded = folded.removeprefix(brand)
+        if folded in products:
+            return products[folded]
+        raise UnknownNameError(
+            f"unknown GPU {product!r}; {nearest(product, (p for a in self.architectures.values() for p in a.products))}"
+        )
+
+    # ---- joining ----------------------------------------------------------------------------------------------
+
+    def rows_for(self, arch: str, dims: MLADimensions, kernel: Kernel) -> Iterator[Row]:
+        """The rows that allow this kernel for this arch and dims (one, in a matrix that passed its checks)."""
+        for block in self._blocks_by_dims.get(dims, ()):
+            for row in block.rows:
+                if (
+                    arch in row.arch
+                    and kernel.backend in row.backends
+                    and (kernel.fa_version is None or kernel.fa_version in row.fa_version)
+                    and (not row.kernels or kernel.name in row.kernels)
+                ):
+                    yield row
+
+    def limit(self, kernel: str, arch: str) -> Limit | None:
+        return self._limits.get((kernel, arch))
+
+    def fit(self, kernel: str, arch: str, dims: MLADimensions) -> Fit | None:
+        """How a kernel runs these dims on an arch, by the kernel sheet alone."""
+        limit = self.limit(kernel, arch)
+        if limit is None:
+            return None
+        return limit.fit(dims.qk_head_dim, dims.v_head_dim, self.architectures[arch].shared_memory_bytes)
+
+    def _cell(self, kernel: Kernel, arch: str, dims: MLADimensions) -> Cell:
+        limit = self.limit(kernel.name, arch)
+        fit = self.fit(kernel.name, arch, dims)
+        row = next(self.rows_for(arch, dims, kernel), None)
+        order = self.order_for(arch, dims)
+        rank = order.order.index(kernel.name) if order and kernel.name in order.order else None
+        on_request = order.on_request.get(kernel.name) if order else None
+        offers = self._offers(kernel, limit, fit, row, arch, dims)
+        candidate = None
+        if limit is not None and fit is not None and row is not None:
+            candidate = Candidate(
+                backend=kernel.backend,
+                kernel=kernel.name,
+                fa_version=kernel.fa_version,
+                pad_v_to=fit.pad_v_to,
+                requires=(offers[0].requirement,) if offers else (),
+                provider=None,
+                dtypes=limit.dtypes or kernel.dtypes,
+                provides=kernel.provides,
+                lse=kernel.lse,
+                proof=self.proof(kernel.name, arch, dims),
+                source=row.source,
+            )
+        return Cell(kernel, limit, fit, row, rank, on_request, offers, candidate)
+
+    def _offers(
+        self, kernel: Kernel, limit: Limit | None, fit: Fit | None, row: Row | None, arch: str, dims: MLADimensions
+    ) -> tuple[Offer, ...]:
+        if limit is None or fit is None:
+            return ()
+        conditions = [versions.split(r) for r in fit.requires + (row.requires if row else ())]
+        known_bad = tuple(bad for bad in kernel.known_bad if bad.concerns(arch, dims))
+        offers = []
+        for provider in kernel.providers:
+            if provider.arch is not None and arch not in provider.arch:
+                continue
+            name = versions.canonical(provider.distribution)
+            specifier = versions.intersect((provider.version, *(s for d, s in conditions if d == name)))
+            if specifier is None:
+                continue  # an empty range: `check` reports it
+            bad = tuple(b for b in known_bad if b.distribution == name)
+            advised = specifier
+            for entry in bad:
+                if not entry.dtypes and not entry.needs:
+                    advised = versions.without(advised, entry.version)
+            dtypes = limit.dtypes or kernel.dtypes
+            if provider.dtypes is not None:
+                dtypes = tuple(d for d in dtypes if d in provider.dtypes)
+            provides = kernel.provides if provider.provides is None else provider.provides
+            offers.append(Offer(provider, specifier, name + advised, dtypes, provides, bad))
+        return tuple(offers)
+
+    def proof(self, kernel: str, arch: str, dims: MLADimensions) -> str:
+        """How well a cell is known: source, built, run, measured or contradicted (the records in data/evidence)."""
+        return self._proof.get(f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}", "source")
+
+
+def _priority(cell: Cell) -> tuple[bool, int]:
+    return (cell.rank is None, cell.rank or 0)
+
+
+def _fold(name: str) -> str:
+    return "".join(ch for ch in name.lower() if ch.isalnum() or ch == ".")
+
+
+def _spellings(architectures: Mapping[str, Architecture]) -> dict[str, str]:
+    table = {_fold(a.id): a.id for a in architectures.values()}
+    for architecture in architectures.values():
+        for spelling in architecture.spellings:
+            table.setdefault(_fold(spelling), architecture.id)
+    return table
+
+
+# ---- plain data -> values -------------------------------------------------------------------------------------------
+
+
+def _tuple(raw: Any) -> tuple[Any, ...]:
+    return () if raw is None else tuple(raw) if isinstance(raw, list) else (raw,)
+
+
+def _optional(raw: Any) -> tuple[Any, ...] | None:
+    return None if raw is None else tuple(raw)
+
+
+def _architecture(name: str, raw: Mapping[str, Any]) -> Architecture:
+    return Architecture(
+        id=name,
+        vendor=raw["vendor"],
+        name=raw["name"],
+        capability=raw.get("capability"),
+        shared_memory_bytes=raw.get("shared_memory_bytes"),
+        products=_tuple(raw.get("products")),
+        spellings=_tuple(raw.get("spellings")),
+    )
+
+
+def _span(raw: Any, low: int = 1, high: int = 1 << 30) -> Span:
+    return Span(raw, raw) if isinstance(raw, int) else Span(raw.get("min", low), raw.get("max", high))
+
+
+def _width(raw: Mapping[str, Any]) -> Width:
+    v = None if raw["v"] == "equal" else _span(raw["v"])
+    return Width(_span(raw["qk"]), v, _tuple(raw.get("requires")))
+
+
+def _limit(raw: Mapping[str, Any]) -> Limit:
+    memory = raw.get("shared_memory")
+    return Limit(
+        arch=_tuple(raw["arch"]),
+        widths=tuple(map(_width, raw["widths"])),
+        multiple_of=raw.get("multiple_of", 1),
+        pad_v=raw.get("pad_v", False),
+        dtypes=_optional(raw.get("dtypes")),
+        requires=_tuple(raw.get("requires")),
+        shared_memory=(memory["per_qk"], memory["per_v"]) if memory else None,
+        source=raw["@"],
+    )
+
+
+def _provider(raw: Mapping[str, Any]) -> Provider:
+    provides = raw.get("provides")
+    return Provider(
+        distribution=raw["distribution"],
+        module=raw["module"],
+        version=raw.get("version", ""),
+        verified=raw.get("verified", ""),
+        arch=_optional(raw.get("arch")),
+        dtypes=_optional(raw.get("dtypes")),
+        provides=None if provides is None else frozenset(provides),
+        source=raw["@"],
+    )
+
+
+def _known_bad(raw: Mapping[str, Any]) -> KnownBad:
+    distribution, version = versions.split(raw["version"])
+    return KnownBad(
+        arch=_tuple(raw["arch"]),
+        widths=tuple(map(_width, raw.get("widths", ()))),
+        distribution=distribution,
+        version=version,
+        dtypes=_tuple(raw.get("dtypes")),
+        needs=_tuple(raw.get("needs")),
+        reason=raw["reason"],
+        source=raw["@"],
+    )
+
+
+def _kernel(name: str, raw: Mapping[str, Any]) -> Kernel:
+    lse = raw.get("lse")
+    return Kernel(
+        name=name,
+        backend=raw["backend"],
+        fa_version=raw.get("fa_version"),
+        providers=tuple(map(_provider, raw["providers"])),
+        dtypes=_tuple(raw["dtypes"]),
+        provides=frozenset(raw["provides"]),
+        lse=LseConvention(str(lse["base"]), lse["layout"], lse["no_keys"]) if lse else None,
+        causal=raw["causal"],
+        limits=tuple(map(_limit, raw["limits"])),
+        known_bad=tuple(map(_known_bad, raw.get("known_bad", ()))),
+        note=raw.get("note", ""),
+        source=raw["@"],
+    )
+
+
+def _row(raw: Mapping[str, Any]) -> Row:
+    return Row(
+        arch=_tuple(raw["arch"]),
+        fa_version=_tuple(raw.get("fa_version")),
+        backends=_tuple(raw["backends"]),
+        kernels=_tuple(raw.get("kernels")),
+        requires=_tuple(raw.get("requires")),
+        note=raw.get("note", ""),
+        source=raw["@"],
+    )
+
+
+def _block(name: str, raw: Mapping[str, Any]) -> Block:
+    dims = raw["dims"]
+    triple = MLADimensions(dims["qk_nope"], dims["qk_rope"], dims["v_head"])
+    return Block(name, triple, tuple(map(_row, raw["allow"])), raw["@"])
+
+
+def _order(raw: Mapping[str, Any]) -> Order:
+    return Order(_tuple(raw["arch"]), _tuple(raw.get("dims")), _tuple(raw["order"]), raw.get("on_request", {}), raw["@"])
