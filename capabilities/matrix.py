@@ -55,7 +55,11 @@ class Cell(NamedTuple):
     rank: int | None
     on_request: str | None
     offers: tuple[Offer, ...]
-    candidate: Candidate | None
+    candidate: Candidate
+
+    @property
+    def allowed(self) -> bool:
+        return self.row is not None and self.fit is not None
 
 
 class Matrix:
@@ -112,8 +116,8 @@ class Matrix:
         dims = MLADimensions(*dims)
         if dims not in self._blocks_by_dims or arch not in self.architectures or fa_version not in self._fa_axis:
             return ()  # not kept: whatever a caller asks must not grow the table
-        ordered = sorted((c for c in self.cells(arch, dims) if c.candidate), key=_priority)
-        candidates = [c.candidate for c in ordered if c.candidate and c.candidate.fa_version in (None, fa_version)]
+        ordered = sorted((c for c in self.cells(arch, dims) if c.allowed), key=priority)
+        candidates = [c.candidate for c in ordered if c.candidate.fa_version in (None, fa_version)]
         return self._table.setdefault((arch, fa_version, dims), tuple(candidates))
 
     def allowed(self, arch: str, fa_version: int | None, dims: MLADimensions) -> tuple[str, ...]:
@@ -216,21 +220,19 @@ class Matrix:
         rank = order.order.index(kernel.name) if order and kernel.name in order.order else None
         on_request = order.on_request.get(kernel.name) if order else None
         offers = self._offers(kernel, limit, fit, row, arch, dims)
-        candidate = None
-        if limit is not None and fit is not None and row is not None:
-            candidate = Candidate(
-                backend=kernel.backend,
-                kernel=kernel.name,
-                fa_version=kernel.fa_version,
-                pad_v_to=fit.pad_v_to,
-                requires=(offers[0].requirement,) if offers else (),
-                provider=None,
-                dtypes=limit.dtypes or kernel.dtypes,
-                provides=kernel.provides,
-                lse=kernel.lse,
-                proof=self.proof(kernel.name, arch, dims),
-                source=row.source,
-            )
+        candidate = Candidate(
+            backend=kernel.backend,
+            kernel=kernel.name,
+            fa_version=kernel.fa_version,
+            pad_v_to=fit.pad_v_to if fit else None,
+            requires=(offers[0].requirement,) if offers else (),
+            provider=None,
+            dtypes=(limit and limit.dtypes) or kernel.dtypes,
+            provides=kernel.provides,
+            lse=kernel.lse,
+            proof=self.proof(kernel.name, arch, dims),
+            source=row.source if row else kernel.source,
+        )
         return Cell(kernel, limit, fit, row, rank, on_request, offers, candidate)
 
     def _offers(
@@ -265,7 +267,8 @@ class Matrix:
         return self._proof.get(f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}", "source")
 
 
-def _priority(cell: Cell) -> tuple[bool, int]:
+def priority(cell: Cell) -> tuple[bool, int]:
+    """The order of automatic choice; kernels without a place in it come last."""
     return (cell.rank is None, cell.rank or 0)
 
 

@@ -280,3 +280,7 @@ class Order:
     order: tuple[str, ...]
     on_request: dict[str, str] = field(default_factory=dict)
     source: str = ""
+
+
+#: PyTorch's names of the dtypes a prefill may compute in.
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")

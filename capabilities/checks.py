@@ -1,0 +1,421 @@
+"""Every rule that CI holds the data to, one small function each.
+
+Names come first: a rule of the second group may rely on every reference being known. All findings of all files are
+reported in one run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from mla_prefill.capabilities import versions
+from mla_prefill.capabilities.findings import Finding, MatrixError, nearest
+from mla_prefill.capabilities.load import KINDS, Sources, document
+from mla_prefill.capabilities.matrix import Matrix
+from mla_prefill.capabilities.model import DTYPES, MLADimensions
+from mla_prefill.capabilities.schema import validate
+from mla_prefill.capabilities.source import SourceFile, parse
+
+Path = tuple[str | int, ...]
+Findings = Iterator[Finding]
+
+
+class Sheets:
+    """The parsed files, with iterators over what rules look at: (file, path, value)."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self.matrix: Matrix | None = None
+
+    def top(self, kind: str) -> Iterator[tuple[SourceFile, str, Any]]:
+        for found, source in self.sources.all():
+            if found == kind:
+                yield source, KINDS[kind], source.data[KINDS[kind]]
+
+    def items(self, kind: str, *below: str) -> Iterator[tuple[SourceFile, Path, Any]]:
+        """Each entry of a file, or of the lists ``below`` each entry (``items("kernels", "limits")``)."""
+        for source, key, content in self.top(kind):
+            entries: Iterable[tuple[Any, Any]] = content.items() if isinstance(content, dict) else enumerate(content)
+            for name, entry in entries:
+                found: list[tuple[Path, Any]] = [((key, name), entry)]
+                for step in below:
+                    found = [((*p, step, i), child) for p, e in found for i, child in enumerate(e.get(step) or ())]
+                for path, value in found:
+                    yield source, path, value
+
+    def listed(self, kind: str, *below: str) -> Iterator[tuple[SourceFile, Path, Any]]:
+        """The values of the list (or scalar, or mapping keys) that ``below`` ends in."""
+        *lists, leaf = below
+        for source, path, entry in self.items(kind, *lists):
+            values = entry.get(leaf)
+            if isinstance(values, list):
+                yield from ((source, (*path, leaf, i), v) for i, v in enumerate(values))
+            elif isinstance(values, dict):
+                yield from ((source, (*path, leaf, k), k) for k in values)
+            elif values is not None:
+                yield source, (*path, leaf), values
+
+    def names(self, kind: str) -> list[str]:
+        return [name for _, _, content in self.top(kind) for name in content]
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        return {name: raw for _, _, content in self.top("kernels") for name, raw in content.items()}
+
+    def requirements(self) -> Iterator[tuple[SourceFile, Path, str]]:
+        """Every PEP 508 string."""
+        for below in (("limits", "requires"), ("limits", "widths", "requires"), ("known_bad", "version")):
+            yield from self.listed("kernels", *below)
+        yield from self.listed("matrix", "allow", "requires")
+
+
+def check(sources: Sources, *, notices: bool = True) -> list[Finding]:
+    """All findings, in file order. Errors in an early stage end it there: later rules would only repeat them."""
+    findings: list[Finding] = []
+    for _, source in sources.all():
+        findings += parse(source)
+    if not findings:
+        for kind, source in sources.all():
+            findings += validate(source, kind)
+    if not findings:
+        sheets = Sheets(sources)
+        for rule in NAME_RULES:
+            findings += rule(sheets)
+        if not findings:
+            sheets.matrix = Matrix(document(sources))
+            for rule in MEANING_RULES + (NOTICE_RULES if notices else ()):
+                findings += rule(sheets)
+    return sorted(set(findings))
+
+
+def require_clean(sources: Sources) -> None:
+    """Raises MatrixError with every error."""
+    if findings := check(sources, notices=False):
+        raise MatrixError(findings)
+
+
+# ---- names ------------------------------------------------------------------------------------------------------
+
+
+def _unknown(values: Iterable[tuple[SourceFile, Path, Any]], known: Iterable[Any], code: str, what: str) -> Findings:
+    names = list(known)
+    for source, path, value in values:
+        if value not in names:
+            key = path[-1] == value  # a mapping's key rather than a value
+            yield source.finding(
+                source.locate(path, key=key), code, f"unknown {what} {value!r}", nearest(value, map(str, names))
+            )
+
+
+def architectures_are_declared(sheets: Sheets) -> Findings:
+    for kind, below in (
+        ("kernels", ("limits", "arch")),
+        ("kernels", ("providers", "arch")),
+        ("kernels", ("known_bad", "arch")),
+        ("matrix", ("allow", "arch")),
+        ("priorities", ("arch",)),
+    ):
+        yield from _unknown(sheets.listed(kind, *below), sheets.names("architectures"), "X301", "architecture")
+
+
+def kernels_are_declared(sheets: Sheets) -> Findings:
+    for kind, below in (
+        ("matrix", ("allow", "kernels")),
+        ("priorities", ("order",)),
+        ("priorities", ("on_request",)),
+    ):
+        yield from _unknown(sheets.listed(kind, *below), sheets.kernels, "X302", "kernel")
+
+
+def backends_are_declared(sheets: Sheets) -> Findings:
+    backends = dict.fromkeys(k["backend"] for k in sheets.kernels.values())
+    yield from _unknown(sheets.listed("matrix", "allow", "backends"), backends, "X303", "backend")
+
+
+def fa_versions_are_declared(sheets: Sheets) -> Findings:
+    known = sorted({k["fa_version"] for k in sheets.kernels.values() if "fa_version" in k})
+    yield from _unknown(sheets.listed("matrix", "allow", "fa_version"), known, "X304", "FlashAttention version")
+
+
+def dims_blocks_are_declared(sheets: Sheets) -> Findings:
+    yield from _unknown(sheets.listed("priorities", "dims"), sheets.names("matrix"), "X305", "dims block")
+
+
+def features_are_declared(sheets: Sheets) -> Findings:
+    known = [name for source, _, _ in sheets.top("kernels") for name in source.data.get("features", {})]
+    for below in (("provides",), ("providers", "provides"), ("known_bad", "needs")):
+        yield from _unknown(sheets.listed("kernels", *below), known, "X306", "feature")
+
+
+def dtypes_are_known(sheets: Sheets) -> Findings:
+    for below in (("dtypes",), ("providers", "dtypes"), ("limits", "dtypes"), ("known_bad", "dtypes")):
+        yield from _unknown(sheets.listed("kernels", *below), DTYPES, "X307", "dtype")
+
+
+def requirements_are_readable(sheets: Sheets) -> Findings:
+    """Requirements are PEP 508 strings about a declared provider's distribution."""
+    known = {versions.canonical(p["distribution"]) for k in sheets.kernels.values() for p in k["providers"]}
+    for source, path, text in sheets.requirements():
+        try:
+            name, _ = versions.split(text)
+        except ValueError as error:
+            yield source.finding(source.locate(path), "X332", str(error), "write NAME>=VERSION")
+            continue
+        if name not in known:
+            yield source.finding(source.locate(path), "X308", f"no kernel comes from {name!r}", nearest(name, known))
+    for leaf in ("version", "verified"):
+        for source, path, text in sheets.listed("kernels", "providers", leaf):
+            try:
+                SpecifierSet(text)
+            except InvalidSpecifier:
+                hint = "write a PEP 440 range such as >=2.6,<3"
+                yield source.finding(source.locate(path), "X332", f"{text!r} is not a version range", hint)
+
+
+def names_belong_to_one_architecture(sheets: Sheets) -> Findings:
+    for leaf in ("products", "spellings"):
+        owner: dict[str, str] = {}
+        for source, path, name in sheets.listed("architectures", leaf):
+            first = owner.setdefault(str(name).lower(), str(path[1]))
+            if first != path[1]:
+                message = f"{name!r} already belongs to {first}"
+                yield source.finding(source.locate(path), "X313", message, "keep it with one architecture")
+
+
+def limits_are_unique(sheets: Sheets) -> Findings:
+    seen: set[tuple[Any, str]] = set()
+    for source, path, arch in sheets.listed("kernels", "limits", "arch"):
+        if (path[1], arch) in seen:
+            message = f"{path[1]} already has limits for {arch}"
+            yield source.finding(source.locate(path), "X314", message, "merge the two limits")
+        seen.add((path[1], arch))
+
+
+def blocks_have_distinct_dims(sheets: Sheets) -> Findings:
+    named: dict[Any, tuple[str, SourceFile]] = {}
+    by_name: dict[Any, tuple[int, ...]] = {}
+    for source, path, block in sheets.items("matrix"):
+        dims = tuple(block["dims"].values())
+        first, file = named.setdefault(dims, (str(path[1]), source))
+        mark = source.locate([*path, "dims"])
+        if file is source and first != path[1]:
+            yield source.finding(mark, "X312", f"{path[1]} has the dims of {first}", f"add the rows to {first}")
+        if by_name.setdefault(path[1], dims) != dims:
+            message = f"{path[1]} is {by_name[path[1]]} in another file, {dims} here"
+            yield source.finding(mark, "X312", message, "give this block another name")
+        try:
+            MLADimensions(block["dims"]["qk_nope"], block["dims"]["qk_rope"], block["dims"]["v_head"])
+        except ValueError as error:
+            yield source.finding(mark, "X312", str(error), "state the dims of a real model")
+
+
+# ---- meaning ----------------------------------------------------------------------------------------------------
+
+
+def _rows(sheets: Sheets) -> Iterator[tuple[SourceFile, Path, Any, MLADimensions, list[str]]]:
+    """(file, path, row, dims, kernels that the row's backends, fa_version and kernels name)."""
+    for source, path, row in sheets.items("matrix", "allow"):
+        raw = source.data["matrix"][path[1]]["dims"]
+        dims = MLADimensions(raw["qk_nope"], raw["qk_rope"], raw["v_head"])
+        fa_versions = row.get("fa_version", [])
+        fa_versions = fa_versions if isinstance(fa_versions, list) else [fa_versions]
+        named = [
+            name
+            for name, kernel in sheets.kernels.items()
+            if kernel["backend"] in row["backends"]
+            and ("fa_version" not in kernel or kernel["fa_version"] in fa_versions)
+            and (not row.get("kernels") or name in row["kernels"])
+        ]
+        yield source, path, row, dims, named
+
+
+def rows_reach_a_kernel(sheets: Sheets) -> Findings:
+    """A backend with FlashAttention kernels needs ``fa_version``; one without cannot use it."""
+    with_fa = {k["backend"] for k in sheets.kernels.values() if "fa_version" in k}
+    for source, path, row, _, named in _rows(sheets):
+        for i, backend in enumerate(row["backends"]):
+            mark = source.locate([*path, "backends", i])
+            if backend in with_fa and "fa_version" not in row:
+                message = f"{backend} is allowed without saying for which FlashAttention version"
+                yield source.finding(mark, "X311", message, "add fa_version: [2, 3, 4] or the ones that run")
+            elif backend not in with_fa and "fa_version" in row:
+                message = f"{backend} has no FlashAttention version, so this row never applies as written"
+                yield source.finding(mark, "X311", message, f"move {backend} to a row without fa_version")
+            elif not any(sheets.kernels[name]["backend"] == backend for name in named):
+                message = f"no kernel of {backend} is left by kernels and fa_version"
+                yield source.finding(mark, "X311", message, "remove the row or widen it")
+
+
+def cells_are_allowed_once(sheets: Sheets) -> Findings:
+    seen: dict[tuple[MLADimensions, str, str], str] = {}
+    for source, path, row, dims, named in _rows(sheets):
+        for i, arch in enumerate(row["arch"]):
+            for kernel in named:
+                here = f"{source.label}:{source.locate([*path, 'arch', i])[0]}"
+                first = seen.setdefault((dims, arch, kernel), here)
+                if first != here or row["arch"].index(arch) != i:
+                    mark = source.locate([*path, "arch", i])
+                    yield source.finding(
+                        mark, "X310", f"{kernel} on {arch} for {dims} is already allowed at {first}", "remove one"
+                    )
+                    break
+
+
+def allowed_cells_can_run(sheets: Sheets) -> Findings:
+    """Allowed but impossible: the row names a kernel that the kernel sheet says cannot take the dims there."""
+    matrix = sheets.matrix
+    assert matrix is not None
+    for source, path, row, dims, named in _rows(sheets):
+        for i, arch in enumerate(row["arch"]):
+            mark = source.locate([*path, "arch", i])
+            for backend in row["backends"]:
+                kernels = [n for n in named if matrix.kernels[n].backend == backend]
+                able = [n for n in kernels if matrix.fit(n, arch, dims)]
+                # Of a backend without versions any one kernel is enough; a stated FA version or kernel must run.
+                stated = bool(row.get("kernels")) or any(matrix.kernels[n].fa_version for n in kernels)
+                for name in kernels if stated else [] if able else kernels[:1]:
+                    if name not in able:
+                        limit = matrix.limit(name, arch)
+                        why = f"it takes {limit}" if limit else f"it has no limits for {arch}"
+                        hint = f"{why} ({limit.source if limit else matrix.kernels[name].source})"
+                        message = f"{backend}/{name} cannot run {_pair(dims)} on {arch}"
+                        yield source.finding(mark, "X320", message, hint)
+
+
+def possible_cells_are_allowed(sheets: Sheets) -> Findings:
+    """Possible but not allowed: an opportunity, not an error."""
+    matrix = sheets.matrix
+    assert matrix is not None
+    for source, path, _ in sheets.items("matrix"):
+        block = matrix.blocks[str(path[1])]
+        missing: dict[str, list[str]] = defaultdict(list)
+        for arch in matrix.architectures:
+            for cell in matrix.cells(arch, block.dims):
+                if cell.fit and cell.offers and cell.row is None:
+                    missing[cell.kernel.name].append(arch)
+        for kernel, arches in missing.items():
+            message = f"{matrix.kernels[kernel].label} can run {_pair(block.dims)} on {', '.join(arches)}, but no row allows it"
+            yield source.finding(source.locate(path, key=True), "X321", message, severity="notice")
+
+
+def _pair(dims: MLADimensions) -> str:
+    return f"{dims} = (qk {dims.qk_head_dim}, v {dims.v_head_dim})"
+
+
+def version_ranges_hold_a_version(sheets: Sheets) -> Findings:
+    matrix = sheets.matrix
+    assert matrix is not None
+    for source, path, text in sheets.requirements():
+        if versions.intersect((versions.split(text)[1],)) is None:
+            message = f"{text!r} holds no version"
+            yield source.finding(source.locate(path), "X330", message, "the lower bound is not below the upper one")
+    for leaf in ("version", "verified"):
+        for source, path, text in sheets.listed("kernels", "providers", leaf):
+            if versions.intersect((text,)) is None:
+                yield source.finding(source.locate(path), "X330", f"{text!r} holds no version", "turn the bounds round")
+    for source, path, row, dims, named in _rows(sheets):
+        for requirement in row.get("requires", ()):
+            name, specifier = versions.split(requirement)
+            for kernel in named:
+                for provider in matrix.kernels[kernel].providers:
+                    if versions.canonical(provider.distribution) == name and (
+                        versions.intersect((provider.version, specifier)) is None
+                    ):
+                        message = f"{requirement!r} and {kernel}'s own {provider.version!r} exclude each other"
+                        mark = source.locate([*path, "requires"])
+                        yield source.finding(mark, "X330", message, f"for {dims}: see {provider.source}")
+
+
+def bounds_admit_prereleases(sheets: Sheets) -> Findings:
+    """A bare ``>=4`` leaves out 4.0.0b36: refused for packages whose known versions are pre-releases."""
+    texts = [(s, p, *versions.split(t)) for s, p, t in sheets.requirements()]
+    for source, path, provider in sheets.items("kernels", "providers"):
+        if "version" in provider:
+            name = versions.canonical(provider["distribution"])
+            texts.append((source, (*path, "version"), name, provider["version"]))
+    beta = {name for _, _, name, spec in texts for s in SpecifierSet(spec) if _prerelease(s.version)}
+    for source, path, name, spec in texts:
+        for clause in SpecifierSet(spec):
+            if name in beta and clause.operator == ">=" and not _prerelease(clause.version):
+                hint = f"write >={clause.version}b0"
+                message = f">={clause.version} leaves out the pre-releases that {name} publishes"
+                yield source.finding(source.locate(path), "X331", message, hint)
+
+
+def _prerelease(version: str) -> bool:
+    return any(mark in version for mark in ("a", "b", "rc", "dev"))
+
+
+def every_kernel_has_its_place(sheets: Sheets) -> Findings:
+    matrix = sheets.matrix
+    assert matrix is not None
+    plain: dict[str, int] = defaultdict(int)
+    for source, path, raw in sheets.items("priorities"):
+        placed = [*raw["order"], *raw.get("on_request", {})]
+        for i, arch in enumerate(raw["arch"]):
+            mark = source.locate([*path, "arch", i])
+            if "dims" not in raw:
+                plain[arch] += 1
+                if plain[arch] > 1:
+                    yield source.finding(mark, "X342", f"{arch} has a second order", "keep one order without dims")
+            able = [k.name for k in matrix.kernels.values() if matrix.limit(k.name, arch)]
+            for name in able:
+                if name not in placed:
+                    message = f"{name} runs on {arch} but is not in its order"
+                    yield source.finding(mark, "X340", message, "add it to order, or to on_request with the reason")
+        for j, name in enumerate(placed):
+            if not any(matrix.limit(name, arch) for arch in raw["arch"]):
+                at = (*path, "order", j) if j < len(raw["order"]) else (*path, "on_request")
+                yield source.finding(source.locate(at), "X341", f"{name} runs on none of {raw['arch']}", "remove it")
+            if placed.index(name) != j:
+                yield source.finding(source.locate(path), "X341", f"{name} has two places", "keep one")
+    for source, path, _ in sheets.items("architectures"):
+        if not plain[str(path[1])]:
+            mark = source.locate(path, key=True)
+            yield source.finding(mark, "X342", f"{path[1]} has no order", "add it to an order of priorities.yaml")
+
+
+def models_have_a_block(sheets: Sheets) -> Findings:
+    known = {tuple(block["dims"].values()) for _, _, block in sheets.items("matrix")}
+    for source, path, family in sheets.items("models"):
+        dims = family.get("dims")
+        if dims is not None and family.get("is_mla", True) and tuple(dims) not in known:
+            message = f"{path[1]} has dims {tuple(dims)}, which no block of the matrix has"
+            yield source.finding(source.locate([*path, "dims"]), "X350", message, "add a block for them")
+
+
+def files_name_their_schema(sheets: Sheets) -> Findings:
+    for kind, source in sheets.sources.files.items():
+        if not source.raw.removeprefix(b"\xef\xbb\xbf").startswith(b"# yaml-language-server: $schema="):
+            hint = f"first line: # yaml-language-server: $schema=../schema/{kind}.schema.json"
+            yield source.finding((1, 1), "X381", "no editor modeline", hint, severity="notice", fixable=True)
+
+
+Rule = Callable[[Sheets], Iterable[Finding]]
+NAME_RULES: tuple[Rule, ...] = (
+    architectures_are_declared,
+    kernels_are_declared,
+    backends_are_declared,
+    fa_versions_are_declared,
+    dims_blocks_are_declared,
+    features_are_declared,
+    dtypes_are_known,
+    requirements_are_readable,
+    names_belong_to_one_architecture,
+    limits_are_unique,
+    blocks_have_distinct_dims,
+)
+MEANING_RULES: tuple[Rule, ...] = (
+    rows_reach_a_kernel,
+    cells_are_allowed_once,
+    allowed_cells_can_run,
+    version_ranges_hold_a_version,
+    bounds_admit_prereleases,
+    every_kernel_has_its_place,
+    models_have_a_block,
+)
+NOTICE_RULES: tuple[Rule, ...] = (possible_cells_are_allowed, files_name_their_schema)

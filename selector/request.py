@@ -1,0 +1,108 @@
+"""What a model needs: dims, dtype, features, and what the caller insists on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from mla_prefill.capabilities.findings import nearest
+from mla_prefill.capabilities.model import DTYPES, MLADimensions
+
+POLICIES = ("default", "measured")
+_DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp8": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+
+class RequestError(ValueError):
+    """A request that says something no request can say. One line, with the nearest valid value."""
+
+
+class _Fields(NamedTuple):
+    dims: MLADimensions
+    dtype: str
+    fa_version: int | None
+    backend: str | None
+    needs: tuple[str, ...]
+    policy: str
+
+
+class Request(_Fields):
+    """One question to `select`. Immutable, hashable at C speed; two equal requests get one cached answer.
+
+    Args:
+        dims: `MLADimensions`, or a triple (qk_nope, qk_rope, v_head).
+        dtype: of q, k and v: a torch dtype or its name, ``bf16`` and the like included.
+        fa_version: pins FlashAttention to this version: used or refused, never replaced.
+        backend: forces a backend (or one of its kernels): used or refused, never replaced.
+        needs: features the kernel must provide: ``lse``, ``out``, ``fp8_query`` ... (see ``Matrix.features``).
+        policy: ``default`` (the reviewed order) or ``measured`` (a timing profile of this GPU where one applies).
+        phase: only ``prefill`` is answered.
+
+    Raises:
+        RequestError: a value that cannot be meant, with the nearest valid one.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        dims: MLADimensions | Iterable[int],
+        dtype: Any = "bfloat16",
+        fa_version: int | None = None,
+        backend: str | None = None,
+        needs: Iterable[str] = (),
+        policy: str = "default",
+        *,
+        phase: str = "prefill",
+    ) -> Request:
+        if phase != "prefill":
+            raise RequestError(f"phase {phase!r}: this matrix answers prefill only; decode kernels have other limits")
+        if policy not in POLICIES:
+            raise RequestError(f"unknown policy {policy!r}; {nearest(policy, POLICIES)}")
+        if fa_version is not None and type(fa_version) is not int:
+            raise RequestError(f"fa_version must be a whole number such as 3, got {fa_version!r}")
+        if isinstance(needs, str):
+            raise RequestError(f"needs must be a list of features, got the string {needs!r}")
+        return super().__new__(
+            cls,
+            _dims(dims),
+            dtype_name(dtype),
+            fa_version,
+            None if backend is None else str(backend),
+            tuple(sorted(set(needs))),
+            policy,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``request`` part of the JSON of design section 9."""
+        return {**self._asdict(), "dims": list(self.dims), "needs": list(self.needs)}
+
+
+def _dims(dims: MLADimensions | Iterable[int]) -> MLADimensions:
+    if isinstance(dims, MLADimensions):
+        return dims
+    values = tuple(dims)
+    if len(values) != 3:
+        raise RequestError(f"dims are three numbers qk_nope, qk_rope, v_head; got {values!r}")
+    try:
+        return MLADimensions(*values)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+
+
+def dtype_name(dtype: Any) -> str:
+    """PyTorch's name of a dtype given as a torch dtype, a name or a usual short form."""
+    name = str(dtype).removeprefix("torch.").lower()
+    name = _DTYPE_ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise RequestError(f"unknown dtype {dtype!r}; {nearest(name, DTYPES)}")
+    return name
