@@ -1,0 +1,460 @@
+"""What all adapters share: the plan of a batch, and kernels' results brought to one convention.
+
+To add a kernel, subclass ``PrefillAdapter``: import the package in ``load_kernel``, and in ``prepare`` return a
+function that makes one call and hands back (out, lse) as the kernel gives them. Padding V, copying into ``out``, and
+the layout, base and empty rows of the LSE are done here, as the kernel sheet (``capabilities/data/kernels.yaml``) says.
+Then name the class in ``backends.ADAPTERS``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Literal, Protocol, overload
+
+import torch
+from mla_prefill.backends import KernelError
+from mla_prefill.capabilities.model import Candidate, Kernel, LseConvention, MLADimensions, Provider
+from torch import Tensor
+
+#: One call of a kernel: (q, k, v, out or None, whether the LSE is wanted) -> (out, LSE or None).
+Attention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool], "tuple[Tensor, Tensor | None]"]
+
+LN_2 = math.log(2.0)
+
+
+class LoadableRequest(Protocol):
+    """What loading reads of a request."""
+
+    @property
+    def dims(self) -> MLADimensions: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+class LoadableDecision(Protocol):
+    """What loading reads of the selector's decision."""
+
+    @property
+    def chosen(self) -> Candidate | None: ...
+    @property
+    def kernel(self) -> Kernel | None: ...
+    @property
+    def request(self) -> LoadableRequest: ...
+
+
+@dataclass(eq=False)
+class Batch:
+    """The ragged lengths that a plan was made for.
+
+    ``cu_seqlens_*`` are int32 (sequences + 1,) on the device; ``max_seqlen_*`` are host integers. The ``*_cpu`` copies
+    are the caller's, if it has them: without, whatever needs lengths on the host waits once for the device.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    causal: bool
+    cu_seqlens_q_cpu: Tensor | None = None
+    cu_seqlens_k_cpu: Tensor | None = None
+
+    @cached_property
+    def starts_q(self) -> list[int]:
+        """``cu_seqlens_q`` on the host; waits for the device unless the caller gave its copy."""
+        known = self.cu_seqlens_q if self.cu_seqlens_q_cpu is None else self.cu_seqlens_q_cpu
+        return list(known.tolist())
+
+    @cached_property
+    def starts_k(self) -> list[int]:
+        """``cu_seqlens_k`` on the host; waits for the device unless the caller gave its copy."""
+        if self.cu_seqlens_k is self.cu_seqlens_q:
+            return self.starts_q
+        known = self.cu_seqlens_k if self.cu_seqlens_k_cpu is None else self.cu_seqlens_k_cpu
+        return list(known.tolist())
+
+    @cached_property
+    def rows_may_lack_keys(self) -> bool:
+        """False where the host knows, without waiting for the device, that every query row attends to some key."""
+        if self.causal and self.cu_seqlens_q is self.cu_seqlens_k:
+            return False
+        return not self._lengths_on_host or self._some_row_lacks_keys
+
+    @property
+    def _lengths_on_host(self) -> bool:
+        return all(
+            f"starts_{side}" in self.__dict__ or host_copy is not None or tensor.device.type == "cpu"
+            for side, tensor, host_copy in (
+                ("q", self.cu_seqlens_q, self.cu_seqlens_q_cpu),
+                ("k", self.cu_seqlens_k, self.cu_seqlens_k_cpu),
+            )
+        )
+
+    @property
+    def _some_row_lacks_keys(self) -> bool:
+        pairs = zip(lengths(self.starts_q), lengths(self.starts_k), strict=True)
+        return any(q > k if self.causal else q > 0 and k == 0 for q, k in pairs)
+
+    @cached_property
+    def sequence_of_row(self) -> Tensor:
+        """int64 (query tokens,) on the device: the sequence that a row of q belongs to. Needs lengths on the host."""
+        rows = torch.tensor(lengths(self.starts_q))
+        return torch.arange(len(rows)).repeat_interleave(rows).to(self.cu_seqlens_q.device)
+
+    @cached_property
+    def position_of_row(self) -> Tensor:
+        """int64 (query tokens,) on the device: the place of a row of q in its sequence. Needs lengths on the host."""
+        rows = torch.arange(self.starts_q[-1], device=self.cu_seqlens_q.device)
+        return rows - self.cu_seqlens_q[self.sequence_of_row]
+
+    @cached_property
+    def rows_without_keys(self) -> Tensor | None:
+        """bool (query tokens,) on the device: rows that attend to nothing; None where there is no such row."""
+        if not self._some_row_lacks_keys:
+            return None
+        lengths_k = self.cu_seqlens_k.diff()
+        if not self.causal:
+            return (lengths_k == 0)[self.sequence_of_row]
+        # Bottom-right: the last row sees every key, so the rows that q has more than k see none.
+        surplus = self.cu_seqlens_q.diff() - lengths_k
+        return self.position_of_row < surplus[self.sequence_of_row]
+
+
+def lengths(starts: list[int]) -> list[int]:
+    """The lengths of the sequences that begin at ``starts``; the last entry is the end."""
+    return [end - start for start, end in itertools.pairwise(starts)]
+
+
+class PrefillPlan:
+    """One batch, ready to run in every layer. Made by ``PrefillAdapter.plan``; no gradients."""
+
+    __slots__ = ("_attention", "adapter", "batch")
+
+    def __init__(self, adapter: PrefillAdapter, batch: Batch, attention: Attention) -> None:
+        self.adapter = adapter
+        self.batch = batch
+        self._attention = attention
+
+    @overload
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = ..., return_lse: Literal[False] = ...
+    ) -> Tensor: ...
+    @overload
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = ..., return_lse: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, return_lse: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of one layer.
+
+        Args:
+            q: (query tokens, heads, qk_head_dim).
+            k: (key tokens, heads, qk_head_dim).
+            v: (key tokens, heads, v_head_dim); may be a strided slice, such as a part of kv_b_proj's output.
+            out: (query tokens, heads, v_head_dim) to write into, or None for a new contiguous tensor.
+            return_lse: also return the log-sum-exp of the scaled scores.
+
+        Returns:
+            out, or (out, lse) with lse float32 (heads, query tokens), natural log. A row without keys has out 0 and
+            lse -inf.
+
+        Raises:
+            KernelError: the kernel raised; its exception is the cause.
+        """
+        try:
+            result, lse = self._attention(q, k, v, out, return_lse)
+        except Exception as error:
+            raise self.adapter.error("failed", error) from error
+        if not return_lse:
+            return result
+        if lse is None:
+            raise self.adapter.error("returned no LSE, which the request did not ask for (needs: lse)")
+        return result, lse
+
+
+@dataclass(eq=False)
+class PrefillAdapter(ABC):
+    """One kernel, loaded for one model's heads on one device."""
+
+    candidate: Candidate
+    kernel: Kernel
+    provider: Provider
+    dims: MLADimensions
+    dtype: torch.dtype
+    num_heads: int
+    softmax_scale: float
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        #: How this kernel returns its LSE; ``load_kernel`` may replace it where a version can be asked for another.
+        self.lse: LseConvention | None = self.candidate.lse
+        #: Whether the prepared call writes into ``out`` itself; where not, the result is copied.
+        self.writes_out = True
+        try:
+            self.load_kernel()
+        except KernelError:
+            raise
+        except Exception as error:
+            raise self.error("cannot be loaded", error) from error
+
+    @abstractmethod
+    def load_kernel(self) -> None:
+        """Imports the kernel (``self.import_module``) and keeps its lowest stable entry point."""
+
+    @abstractmethod
+    def prepare(self, batch: Batch) -> Attention:
+        """The kernel's call for this batch, with everything that layers share worked out.
+
+        V arrives padded where the candidate says so (``out`` is then None). Results are the kernel's own:
+        ``self.lse`` states their convention. There is at least one query and one key in the batch.
+        """
+
+    def warm_up(self, report: Callable[[str], None] | None = None) -> None:  # noqa: B027 - most kernels come compiled
+        """Compiles what the kernel would compile in its first calls; ``report`` gets a line before each wait."""
+
+    def plan(
+        self,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        causal: bool,
+        validate: bool = False,
+        cu_seqlens_q_cpu: Tensor | None = None,
+        cu_seqlens_k_cpu: Tensor | None = None,
+    ) -> PrefillPlan:
+        """Prepares one batch, once for all layers.
+
+        Args:
+            cu_seqlens_q: int32 (sequences + 1,) on the device: the start of each sequence's queries, then the end.
+            cu_seqlens_k: the same for keys. The same tensor as ``cu_seqlens_q`` for new tokens.
+            max_seqlen_q: the longest sequence of queries; a host integer.
+            max_seqlen_k: the longest sequence of keys; a host integer.
+            causal: True for new tokens (aligned bottom-right in each sequence), False for a context chunk.
+            validate: check these arguments, and q, k, v and out in every run (waits for the device).
+            cu_seqlens_q_cpu: a copy on the host, where the caller has one; saves some kernels a wait.
+            cu_seqlens_k_cpu: the same for keys.
+
+        Raises:
+            ValueError: with ``validate``, an argument is wrong; the text begins with its name.
+            KernelError: the kernel refused the batch.
+        """
+        batch = Batch(
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, cu_seqlens_q_cpu, cu_seqlens_k_cpu
+        )
+        plan_class = PrefillPlan
+        if validate:
+            from mla_prefill.backends import validation
+
+            validation.check_batch(batch, self.device)
+            plan_class = validation.ValidatedPlan
+        return plan_class(self, batch, self._attention(batch))
+
+    def _attention(self, batch: Batch) -> Attention:
+        if batch.max_seqlen_q == 0 or batch.max_seqlen_k == 0:
+            # Kernels disagree here (+inf, a crash, an early return), and there is nothing to compute.
+            return nothing_to_attend(self.dims.v_head_dim)
+        try:
+            attention = self.prepare(batch)
+        except KernelError:
+            raise
+        except Exception as error:
+            raise self.error("refused the batch", error) from error
+        return self._normalised(attention, batch)
+
+    def _normalised(self, attention: Attention, batch: Batch) -> Attention:
+        if self.candidate.pad_v_to is not None:
+            attention = with_padded_v(attention, self.dims.v_head_dim, self.candidate.pad_v_to)
+        elif not self.writes_out:
+            attention = with_copied_out(attention)
+        return attention if self.lse is None else with_natural_lse(attention, self.lse, batch)
+
+    def import_module(self, name: str) -> ModuleType:
+        """A module of the provider; whatever its import raises becomes a ``KernelError`` that names it."""
+        try:
+            return importlib.import_module(name)
+        except Exception as error:  # undefined symbols, missing CUDA libraries, a DSL of another version ...
+            raise self.error(f"cannot be imported (module {name})", error) from error
+
+    def error(self, what: str, cause: BaseException | None = None) -> KernelError:
+        """The one text for everything that goes wrong in a kernel: which, from where, for what, and why."""
+        packages = dict.fromkeys((self.provider.distribution, "torch"))
+        versions = ", ".join(f"{name} {distribution_version(name) or 'of unknown version'}" for name in packages)
+        text = (
+            f"{self.kernel.label} ({versions}) {what}; dims {self.dims}, {self.num_heads} heads, "
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+        )
+        return KernelError(text if cause is None else f"{text}: {type(cause).__name__}: {cause}")
+
+
+# --- One convention for all kernels. Each wrapper is put around the call once, at plan time, and only where needed. ---
+
+
+def nothing_to_attend(v_head_dim: int) -> Attention:
+    """The answer where no sequence has keys (or none has queries): out 0, LSE -inf."""
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens, heads, _ = q.shape
+        out = q.new_zeros(tokens, heads, v_head_dim) if out is None else out.zero_()
+        return out, q.new_full((heads, tokens), -math.inf, dtype=torch.float32) if return_lse else None
+
+    return attention
+
+
+def with_padded_v(inner: Attention, v_head_dim: int, width: int) -> Attention:
+    """Runs ``inner`` on V zero-padded to ``width`` and cuts the result back; out is contiguous all the same.
+
+    Raises:
+        ValueError: V is wider already. A negative pad would cut V silently (vllm-project/vllm#50060).
+    """
+    if width < v_head_dim:
+        raise ValueError(f"V has width {v_head_dim} and cannot be padded to {width}: padding never cuts")
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        padded = torch.nn.functional.pad(v, (0, width - v_head_dim))
+        result, lse = inner(q, k, padded, None, return_lse)
+        result = result[..., :v_head_dim]
+        return result.contiguous() if out is None else out.copy_(result), lse
+
+    return attention
+
+
+def with_copied_out(inner: Attention) -> Attention:
+    """For kernels that cannot write into a given ``out``."""
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        result, lse = inner(q, k, v, None, return_lse)
+        return result if out is None else out.copy_(result), lse
+
+    return attention
+
+
+def with_natural_lse(inner: Attention, convention: LseConvention, batch: Batch) -> Attention:
+    """Brings the LSE to (heads, tokens), natural log, -inf for rows without keys; and out to 0 in those rows."""
+    convert = _lse_conversion(convention, batch)
+    empty = batch.rows_without_keys if convention.no_keys == "undefined" and batch.rows_may_lack_keys else None
+    fix_infinity = convention.no_keys == "+inf" and batch.rows_may_lack_keys
+    if convert is None and empty is None and not fix_infinity:
+        return inner
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        result, lse = inner(q, k, v, out, return_lse)
+        if empty is not None:
+            result.masked_fill_(empty[:, None, None], 0.0)
+        if not return_lse or lse is None:
+            return result, None
+        if convert is not None:
+            lse = convert(lse)
+        if empty is not None:
+            lse.masked_fill_(empty, -math.inf)
+        if fix_infinity:  # one launch; a comparison and a fill would be two
+            lse.nan_to_num_(nan=math.nan, posinf=-math.inf, neginf=-math.inf)
+        return result, lse
+
+    return attention
+
+
+def _lse_conversion(convention: LseConvention, batch: Batch) -> Callable[[Tensor], Tensor] | None:
+    """None where the kernel's layout and base are ours."""
+    scale = {"e": 1.0, "2": LN_2}[convention.base]
+    if convention.layout == "heads_tokens":
+        return None if scale == 1.0 else lambda lse: lse.mul_(scale)
+    if convention.layout == "tokens_heads":  # a contiguous result in one launch
+        return lambda lse: torch.mul(lse.t(), scale, out=lse.new_empty(lse.shape[::-1]))
+    if convention.layout == "batch_heads_padded":  # (sequences, heads, max_seqlen_q or more)
+        sequence, position = batch.sequence_of_row, batch.position_of_row
+        return lambda lse: lse[sequence, :, position].t().contiguous().mul_(scale)
+    raise ValueError(f"no such LSE layout: {convention.layout}")
+
+
+# --- Loading. ---
+
+
+def load_adapter(
+    decision: LoadableDecision,
+    adapters: Mapping[str, str],
+    num_heads: int,
+    softmax_scale: float | None,
+    device: torch.device | str | None,
+) -> PrefillAdapter:
+    """See ``backends.load``."""
+    candidate, kernel, dims = decision.chosen, decision.kernel, decision.request.dims
+    if candidate is None or kernel is None:
+        raise ValueError(f"nothing was chosen for dims {dims}, so there is nothing to load; see decision.explain()")
+    if type(num_heads) is not int or num_heads < 1:
+        raise ValueError(f"num_heads must be a positive whole number, got {num_heads!r}")
+    if softmax_scale is None:
+        softmax_scale = dims.qk_head_dim**-0.5
+    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+        raise ValueError(f"softmax_scale must be a positive number, got {softmax_scale!r}")
+    path = adapters.get(kernel.name)
+    if path is None:
+        known = ", ".join(sorted(adapters))
+        raise KernelError(f"{kernel.label} has no adapter in this release; kernels with one: {known}")
+    module_name, class_name = path.split(":")
+    adapter_class = getattr(importlib.import_module(f"mla_prefill.backends.{module_name}"), class_name)
+    adapter: PrefillAdapter = adapter_class(
+        candidate=candidate,
+        kernel=kernel,
+        provider=_chosen_provider(candidate, kernel),
+        dims=dims,
+        dtype=_torch_dtype(decision.request.dtype),
+        num_heads=num_heads,
+        softmax_scale=float(softmax_scale),
+        device=_resolved_device(device),
+    )
+    return adapter
+
+
+def distribution_version(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _chosen_provider(candidate: Candidate, kernel: Kernel) -> Provider:
+    """The decision's provider; where packages were no constraint, the first that is installed."""
+    for provider in kernel.providers:
+        if candidate.provider in (None, provider.distribution) and distribution_version(provider.distribution):
+            return provider
+    wanted = candidate.provider or ", ".join(provider.distribution for provider in kernel.providers)
+    raise KernelError(f"{kernel.label} needs one of these packages, and none is installed: {wanted}")
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {name!r} is not one that this PyTorch has ({torch.__version__})")
+    return dtype
+
+
+def _resolved_device(device: torch.device | str | None) -> torch.device:
+    """With an index, so that it compares equal to a tensor's device."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is not one: {str(error).splitlines()[0]}") from error
+    if resolved.type == "cuda" and resolved.index is None:
+        resolved = torch.device("cuda", torch.cuda.current_device())
+    return resolved
