@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from mla_prefill.backends.base import LoadableDecision, PrefillAdapter
+    from mla_prefill.backends.base import PrefillAdapter
+    from mla_prefill.selector.decision import Decision
 
 __all__ = ["KernelError", "load", "merge_attention_states"]
 
@@ -23,7 +24,7 @@ class KernelError(RuntimeError):
 
 
 def load(
-    decision: LoadableDecision,
+    decision: Decision,
     *,
     num_heads: int,
     softmax_scale: float | None = None,
@@ -35,11 +36,12 @@ def load(
         decision: what ``select`` answered, with a chosen candidate.
         num_heads: heads of q on this rank; k and v have as many (MLA prefill is multi-head).
         softmax_scale: the factor on q k^T; None means ``qk_head_dim ** -0.5``.
-        device: where q, k and v will be; None means the current CUDA device, or the CPU where there is none.
+        device: where q, k and v will be; None means the current device of the kind that the decision is for.
 
     Raises:
-        KernelError: the kernel has no adapter, or its package (or PyTorch) cannot be imported.
-        ValueError: nothing was chosen, or an argument makes no sense.
+        KernelError: the kernel has no adapter, its package (or PyTorch) cannot be imported, or there is no such device.
+        NoBackendError: the decision chose nothing.
+        ValueError: an argument makes no sense.
     """
     try:
         base = importlib.import_module("mla_prefill.backends.base")

@@ -17,37 +17,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Literal, Protocol, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from mla_prefill.backends import KernelError
 from mla_prefill.capabilities.model import Candidate, Kernel, LseConvention, MLADimensions, Provider
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from mla_prefill.selector.decision import Decision
+
 #: One call of a kernel: (q, k, v, out or None, whether the LSE is wanted) -> (out, LSE or None).
 Attention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool], "tuple[Tensor, Tensor | None]"]
 
 LN_2 = math.log(2.0)
-
-
-class LoadableRequest(Protocol):
-    """What loading reads of a request."""
-
-    @property
-    def dims(self) -> MLADimensions: ...
-    @property
-    def dtype(self) -> str: ...
-
-
-class LoadableDecision(Protocol):
-    """What loading reads of the selector's decision."""
-
-    @property
-    def chosen(self) -> Candidate | None: ...
-    @property
-    def kernel(self) -> Kernel | None: ...
-    @property
-    def request(self) -> LoadableRequest: ...
 
 
 @dataclass(eq=False)
@@ -388,20 +371,19 @@ def _lse_conversion(convention: LseConvention, batch: Batch) -> Callable[[Tensor
 
 
 def load_adapter(
-    decision: LoadableDecision,
+    decision: Decision,
     adapters: Mapping[str, str],
     num_heads: int,
     softmax_scale: float | None,
     device: torch.device | str | None,
 ) -> PrefillAdapter:
     """See ``backends.load``."""
-    candidate, kernel, dims = decision.chosen, decision.kernel, decision.request.dims
-    if candidate is None or kernel is None:
-        raise ValueError(f"nothing was chosen for dims {dims}, so there is nothing to load; see decision.explain()")
+    kernel, request = decision.kernel, decision.request
+    assert decision.chosen is not None  # decision.kernel raised NoBackendError otherwise
     if type(num_heads) is not int or num_heads < 1:
         raise ValueError(f"num_heads must be a positive whole number, got {num_heads!r}")
     if softmax_scale is None:
-        softmax_scale = dims.qk_head_dim**-0.5
+        softmax_scale = request.dims.qk_head_dim**-0.5
     if not (math.isfinite(softmax_scale) and softmax_scale > 0):
         raise ValueError(f"softmax_scale must be a positive number, got {softmax_scale!r}")
     path = adapters.get(kernel.name)
@@ -410,12 +392,14 @@ def load_adapter(
         raise KernelError(f"{kernel.label} has no adapter in this release; kernels with one: {known}")
     module_name, class_name = path.split(":")
     adapter_class = getattr(importlib.import_module(f"mla_prefill.backends.{module_name}"), class_name)
+    if device is None:
+        device = "cpu" if decision.matrix.architectures[decision.arch].vendor == "cpu" else "cuda"
     adapter: PrefillAdapter = adapter_class(
-        candidate=candidate,
+        candidate=decision.chosen,
         kernel=kernel,
-        provider=_chosen_provider(candidate, kernel),
-        dims=dims,
-        dtype=_torch_dtype(decision.request.dtype),
+        provider=_chosen_provider(decision.chosen, kernel),
+        dims=request.dims,
+        dtype=_torch_dtype(request.dtype),
         num_heads=num_heads,
         softmax_scale=float(softmax_scale),
         device=_resolved_device(device),
@@ -447,14 +431,14 @@ def _torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _resolved_device(device: torch.device | str | None) -> torch.device:
+def _resolved_device(device: torch.device | str) -> torch.device:
     """With an index, so that it compares equal to a tensor's device."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is not one: {str(error).splitlines()[0]}") from error
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    if resolved.type != "cuda":
+        return resolved
+    if not torch.cuda.is_available():
+        raise KernelError(f"torch {torch.__version__} sees no GPU, so nothing can be loaded on {resolved}")
+    return torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
