@@ -7,4 +7,14 @@ from mla_prefill.capabilities.load import load_matrix
 from mla_prefill.capabilities.matrix import Cell, Matrix, Offer, UnknownNameError
 from mla_prefill.capabilities.model import Candidate, MLADimensions
 
-__all__ = ["Candidate", "Cell", "Finding", "MLADimensions", "Matrix", "MatrixError", "Offer", "UnknownNameError", "load_matrix"]
+__all__ = [
+    "Candidate",
+    "Cell",
+    "Finding",
+    "MLADimensions",
+    "Matrix",
+    "MatrixError",
+    "Offer",
+    "UnknownNameError",
+    "load_matrix",
+]

@@ -7,20 +7,22 @@ reported in one run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path as FilePath
 from typing import Any
-
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.findings import Finding, MatrixError, nearest
-from mla_prefill.capabilities.load import KINDS, Sources, document
+from mla_prefill.capabilities.load import COMPILED, DATA_LABEL, KINDS, Sources, compiled_text, document, gather
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.capabilities.model import DTYPES, MLADimensions
 from mla_prefill.capabilities.schema import validate
 from mla_prefill.capabilities.source import SourceFile, parse
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 Path = tuple[str | int, ...]
+MODELINE = b"# yaml-language-server: $schema="
 Findings = Iterator[Finding]
 
 
@@ -90,6 +92,26 @@ def check(sources: Sources, *, notices: bool = True) -> list[Finding]:
             for rule in MEANING_RULES + (NOTICE_RULES if notices else ()):
                 findings += rule(sheets)
     return sorted(set(findings))
+
+
+def check_path(path: str | FilePath | None = None, extra: Sequence[str | FilePath] = ()) -> list[Finding]:
+    """`check` of a data folder, of one file in place of its shipped namesake, or of the shipped data (with its
+    compiled form). Raises OSError where a path cannot be read."""
+    sources = gather(path, extra)
+    findings = check(sources)
+    if path is None and not extra and not any(f.severity == "error" for f in findings):
+        findings += compiled_form_is_current(sources)
+    return findings
+
+
+def compiled_form_is_current(sources: Sources) -> list[Finding]:
+    """The compiled form beside the shipped data says exactly what its sources say."""
+    current = COMPILED.read_bytes() if COMPILED.exists() else b""
+    if current == compiled_text(sources).encode():
+        return []
+    message = "the compiled form was not made from these sources" if current else "there is no compiled form"
+    label = f"{DATA_LABEL}/{COMPILED.name}"
+    return [Finding(label, 1, 1, "X380", message, "run: mla-prefill check --fix", fixable=True)]
 
 
 def require_clean(sources: Sources) -> None:
@@ -347,7 +369,10 @@ def bounds_admit_prereleases(sheets: Sheets) -> Findings:
 
 
 def _prerelease(version: str) -> bool:
-    return any(mark in version for mark in ("a", "b", "rc", "dev"))
+    try:
+        return Version(version.removesuffix(".*")).pre is not None
+    except InvalidVersion:
+        return False
 
 
 def every_kernel_has_its_place(sheets: Sheets) -> Findings:
@@ -390,7 +415,7 @@ def models_have_a_block(sheets: Sheets) -> Findings:
 
 def files_name_their_schema(sheets: Sheets) -> Findings:
     for kind, source in sheets.sources.files.items():
-        if not source.raw.removeprefix(b"\xef\xbb\xbf").startswith(b"# yaml-language-server: $schema="):
+        if not source.raw.removeprefix(b"\xef\xbb\xbf").startswith(MODELINE):
             hint = f"first line: # yaml-language-server: $schema=../schema/{kind}.schema.json"
             yield source.finding((1, 1), "X381", "no editor modeline", hint, severity="notice", fixable=True)
 

@@ -95,9 +95,7 @@ def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> 
         else:
             source = read_file(chosen)
             replaced[kind_of(source, chosen)] = source
-    files = {
-        kind: replaced.get(kind) or read_file(folder / f"{kind}.yaml", f"{label}/{kind}.yaml") for kind in KINDS
-    }
+    files = {kind: replaced.get(kind) or read_file(folder / f"{kind}.yaml", f"{label}/{kind}.yaml") for kind in KINDS}
     overlays = [(kind_of(source, Path(p)), source) for p in extra for source in [read_file(Path(p))]]
     evidence = [read_file(p, f"{label}/evidence/{p.name}") for p in _evidence_files(folder)]
     return Sources(files, overlays, evidence)

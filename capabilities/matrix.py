@@ -7,6 +7,7 @@ reads: every kernel's facts for an arch and dims, with or without a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,14 +36,18 @@ class UnknownNameError(ValueError):
 
 
 class Offer(NamedTuple):
-    """A provider that can run the kernel on this arch and dims, with the versions of it that can."""
+    """A provider that can run the kernel on this arch and dims, with the versions of it that can.
+
+    ``described`` and ``installed`` are the candidate as this provider runs it, without and with its name.
+    """
 
     provider: Provider
+    distribution: str
     specifier: str
     requirement: str
-    dtypes: tuple[str, ...]
-    provides: frozenset[str]
     known_bad: tuple[KnownBad, ...]
+    described: Candidate
+    installed: Candidate
 
 
 class Cell(NamedTuple):
@@ -53,13 +58,18 @@ class Cell(NamedTuple):
     fit: Fit | None
     row: Row | None
     rank: int | None
-    on_request: str | None
+    order: Order | None
     offers: tuple[Offer, ...]
     candidate: Candidate
 
     @property
     def allowed(self) -> bool:
         return self.row is not None and self.fit is not None
+
+    @property
+    def on_request(self) -> str | None:
+        """Why this kernel is never chosen automatically here; None: it may be."""
+        return self.order.on_request.get(self.kernel.name) if self.order else None
 
 
 class Matrix:
@@ -116,8 +126,8 @@ class Matrix:
         dims = MLADimensions(*dims)
         if dims not in self._blocks_by_dims or arch not in self.architectures or fa_version not in self._fa_axis:
             return ()  # not kept: whatever a caller asks must not grow the table
-        ordered = sorted((c for c in self.cells(arch, dims) if c.allowed), key=priority)
-        candidates = [c.candidate for c in ordered if c.candidate.fa_version in (None, fa_version)]
+        allowed = [c.candidate for c in self.cells(arch, dims) if c.allowed]
+        candidates = [c for c in allowed if c.fa_version in (None, fa_version)]
         return self._table.setdefault((arch, fa_version, dims), tuple(candidates))
 
     def allowed(self, arch: str, fa_version: int | None, dims: MLADimensions) -> tuple[str, ...]:
@@ -125,13 +135,14 @@ class Matrix:
         return tuple(dict.fromkeys(c.backend for c in self.lookup(arch, fa_version, dims)))
 
     def cells(self, arch: str, dims: MLADimensions) -> tuple[Cell, ...]:
-        """Every kernel of the kernel sheet for an arch and dims, in the sheet's order."""
+        """Every kernel of the kernel sheet for an arch and dims, in priority order."""
         key = (arch, dims)
         cells = self._cells.get(key)
         if cells is None:
             if len(self._cells) >= 4096:  # dims come from callers; the shipped axes are far fewer
                 self._cells.clear()
-            cells = self._cells[key] = tuple(self._cell(kernel, arch, dims) for kernel in self.kernels.values())
+            joined = [self._cell(kernel, arch, dims) for kernel in self.kernels.values()]
+            cells = self._cells[key] = tuple(sorted(joined, key=_priority))
         return cells
 
     def block_for(self, dims: MLADimensions) -> Block | None:
@@ -218,14 +229,12 @@ class Matrix:
         row = next(self.rows_for(arch, dims, kernel), None)
         order = self.order_for(arch, dims)
         rank = order.order.index(kernel.name) if order and kernel.name in order.order else None
-        on_request = order.on_request.get(kernel.name) if order else None
-        offers = self._offers(kernel, limit, fit, row, arch, dims)
         candidate = Candidate(
             backend=kernel.backend,
             kernel=kernel.name,
             fa_version=kernel.fa_version,
             pad_v_to=fit.pad_v_to if fit else None,
-            requires=(offers[0].requirement,) if offers else (),
+            requires=(),
             provider=None,
             dtypes=(limit and limit.dtypes) or kernel.dtypes,
             provides=kernel.provides,
@@ -233,41 +242,43 @@ class Matrix:
             proof=self.proof(kernel.name, arch, dims),
             source=row.source if row else kernel.source,
         )
-        return Cell(kernel, limit, fit, row, rank, on_request, offers, candidate)
-
-    def _offers(
-        self, kernel: Kernel, limit: Limit | None, fit: Fit | None, row: Row | None, arch: str, dims: MLADimensions
-    ) -> tuple[Offer, ...]:
-        if limit is None or fit is None:
-            return ()
-        conditions = [versions.split(r) for r in fit.requires + (row.requires if row else ())]
-        known_bad = tuple(bad for bad in kernel.known_bad if bad.concerns(arch, dims))
-        offers = []
-        for provider in kernel.providers:
-            if provider.arch is not None and arch not in provider.arch:
-                continue
-            name = versions.canonical(provider.distribution)
-            specifier = versions.intersect((provider.version, *(s for d, s in conditions if d == name)))
-            if specifier is None:
-                continue  # an empty range: `check` reports it
-            bad = tuple(b for b in known_bad if b.distribution == name)
-            advised = specifier
-            for entry in bad:
-                if not entry.dtypes and not entry.needs:
-                    advised = versions.without(advised, entry.version)
-            dtypes = limit.dtypes or kernel.dtypes
-            if provider.dtypes is not None:
-                dtypes = tuple(d for d in dtypes if d in provider.dtypes)
-            provides = kernel.provides if provider.provides is None else provider.provides
-            offers.append(Offer(provider, specifier, name + advised, dtypes, provides, bad))
-        return tuple(offers)
+        offers: tuple[Offer, ...] = ()
+        if fit is not None:
+            requires = [versions.split(r) for r in fit.requires + (row.requires if row else ())]
+            bad = [entry for entry in kernel.known_bad if entry.concerns(arch, dims)]
+            made = (_offer(candidate, p, requires, bad) for p in kernel.providers if p.arch is None or arch in p.arch)
+            offers = tuple(offer for offer in made if offer is not None)
+            if offers:
+                candidate = replace(candidate, requires=(offers[0].requirement,))
+        return Cell(kernel, limit, fit, row, rank, order, offers, candidate)
 
     def proof(self, kernel: str, arch: str, dims: MLADimensions) -> str:
         """How well a cell is known: source, built, run, measured or contradicted (the records in data/evidence)."""
         return self._proof.get(f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}", "source")
 
 
-def priority(cell: Cell) -> tuple[bool, int]:
+def _offer(
+    candidate: Candidate, provider: Provider, requires: list[tuple[str, str]], known_bad: list[KnownBad]
+) -> Offer | None:
+    name = versions.canonical(provider.distribution)
+    specifier = versions.intersect((provider.version, *(range_ for about, range_ in requires if about == name)))
+    if specifier is None:
+        return None  # an empty range: `check` reports it
+    bad = tuple(entry for entry in known_bad if entry.distribution == name)
+    advised = specifier
+    for entry in bad:
+        if not entry.dtypes and not entry.needs:
+            advised = versions.without(advised, entry.version)
+    described = replace(
+        candidate,
+        requires=(name + advised,),
+        dtypes=tuple(d for d in candidate.dtypes if provider.dtypes is None or d in provider.dtypes),
+        provides=candidate.provides if provider.provides is None else provider.provides,
+    )
+    return Offer(provider, name, specifier, name + advised, bad, described, replace(described, provider=name))
+
+
+def _priority(cell: Cell) -> tuple[bool, int]:
     """The order of automatic choice; kernels without a place in it come last."""
     return (cell.rank is None, cell.rank or 0)
 
@@ -373,6 +384,7 @@ def _kernel(name: str, raw: Mapping[str, Any]) -> Kernel:
         known_bad=tuple(map(_known_bad, raw.get("known_bad", ()))),
         note=raw.get("note", ""),
         source=raw["@"],
+        arch=tuple(dict.fromkeys(arch for limit in raw["limits"] for arch in _tuple(limit["arch"]))),
     )
 
 
@@ -395,4 +407,6 @@ def _block(name: str, raw: Mapping[str, Any]) -> Block:
 
 
 def _order(raw: Mapping[str, Any]) -> Order:
-    return Order(_tuple(raw["arch"]), _tuple(raw.get("dims")), _tuple(raw["order"]), raw.get("on_request", {}), raw["@"])
+    return Order(
+        _tuple(raw["arch"]), _tuple(raw.get("dims")), _tuple(raw["order"]), raw.get("on_request", {}), raw["@"]
+    )

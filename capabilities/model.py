@@ -206,9 +206,7 @@ class Kernel:
     known_bad: tuple[KnownBad, ...]
     note: str
     source: str
-
-    def limit(self, arch: str) -> Limit | None:
-        return next((limit for limit in self.limits if arch in limit.arch), None)
+    arch: tuple[str, ...]
 
     @property
     def label(self) -> str:

@@ -52,7 +52,10 @@ def _findings(source: SourceFile, error: Any) -> Iterator[Finding]:
         for key in value:
             if key not in known:
                 yield source.finding(
-                    source.locate([*path, key], key=True), "S201", f"unknown key {key!r} in {where}", nearest(key, known)
+                    source.locate([*path, key], key=True),
+                    "S201",
+                    f"unknown key {key!r} in {where}",
+                    nearest(key, known),
                 )
     elif kind == "required":
         for key in expected:
@@ -70,7 +73,9 @@ def _findings(source: SourceFile, error: Any) -> Iterator[Finding]:
         yield source.finding(mark, "S204", f"{where} cannot be {_say(value)}", nearest(value, map(str, allowed)))
     elif kind == "pattern":
         about = error.schema.get("description", "")
-        yield source.finding(mark, "S205", f"{where}: {_say(value)} has the wrong form", about or f"expected {expected}")
+        yield source.finding(
+            mark, "S205", f"{where}: {_say(value)} has the wrong form", about or f"expected {expected}"
+        )
     else:
         message = f"{where}: {_short(error.message)}"
         yield source.finding(mark, "S200", message, error.schema.get("description", "") if kind != "not" else "")

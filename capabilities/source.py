@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from mla_prefill.capabilities.findings import Finding, MatrixError
 
 MAX_BYTES = 8 * 1024 * 1024

@@ -1,0 +1,26 @@
+"""Selection: requests, environments, decisions."""
+
+from __future__ import annotations
+
+from mla_prefill.selector.decision import Constraint, Decision, Hint, NoBackendError, Verdict
+from mla_prefill.selector.engine import clear, decide, select
+from mla_prefill.selector.environment import Environment, EnvironmentVariableError, Overrides
+from mla_prefill.selector.reasons import Reason
+from mla_prefill.selector.request import Request, RequestError
+
+__all__ = [
+    "Constraint",
+    "Decision",
+    "Environment",
+    "EnvironmentVariableError",
+    "Hint",
+    "NoBackendError",
+    "Overrides",
+    "Reason",
+    "Request",
+    "RequestError",
+    "Verdict",
+    "clear",
+    "decide",
+    "select",
+]

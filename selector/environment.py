@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities.findings import nearest
 from mla_prefill.capabilities.versions import canonical
+
+if TYPE_CHECKING:
+    from mla_prefill.capabilities.matrix import Matrix
 
 PREFIX = "MLA_PREFILL_"
 #: What each variable does; `env` and the docs print this.
@@ -122,16 +125,69 @@ class Environment(_Fields):
         """
         from mla_prefill.selector import detection
 
+        overrides = Overrides.from_environ()
         if distributions is None:
             from mla_prefill.capabilities import load_matrix
 
-            distributions = load_matrix().distributions
+            distributions = load_matrix(overrides.matrix).distributions
         device, how = None, "explicit"
         if arch is None:
             arch, device, how = detection.architecture()
-        installed = detection.installed(distributions)
-        return cls(arch, installed, None, Overrides.from_environ(), device, how)
+        return cls(arch, detection.installed(distributions), None, overrides, device, how)
 
 
 def _pairs(mapping: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((canonical(str(name)), str(value)) for name, value in mapping.items()))
+
+
+def report(environment: Environment, matrix: Matrix) -> dict[str, Any]:
+    """What an operator pastes into a bug report, as plain data."""
+    import platform
+
+    errors = dict(environment.import_errors)
+    installed = environment.installed or {}
+    providers = [
+        {
+            "distribution": name,
+            "version": installed.get(name),
+            "kernels": [
+                k.name for k in matrix.kernels.values() if any(canonical(p.distribution) == name for p in k.providers)
+            ],
+            "import_error": errors.get(name),
+        }
+        for name in matrix.distributions
+    ]
+    return {
+        "arch": _known_arch(environment.arch, matrix),
+        "device": environment.device,
+        "detected_by": environment.detected_by,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "providers": providers,
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+        "matrix": {"fingerprint": matrix.fingerprint, "schema_version": matrix.schema_version},
+    }
+
+
+def _known_arch(arch: str, matrix: Matrix) -> str:
+    try:
+        return matrix.arch(arch)
+    except ValueError:
+        return f"{arch} (not in the matrix)"
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    """`report` for people."""
+    device = f" {report['device']}" if report["device"] else ""
+    lines = [
+        f"arch      {report['arch']}{device} (by {report['detected_by']})",
+        f"python    {report['python']} on {report['platform']}",
+        f"matrix    {report['matrix']['fingerprint']}",
+    ]
+    for provider in report["providers"]:
+        state = provider["version"] or "not installed"
+        lines.append(f"package   {provider['distribution']:24} {state:16} {', '.join(provider['kernels'])}")
+        if provider["import_error"]:
+            lines.append(f"          import fails: {provider['import_error']}")
+    lines += [f"variable  {name}={value}" for name, value in report["variables"].items() if value is not None]
+    return "\n".join(lines)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 #: code -> how its text is made. The order is the order in which constraints are evaluated.
 REASONS: dict[str, str] = {
-    "not-requested": "{expected} was asked for",
+    "not-requested": "{subject} was not asked for: {expected}",
     "disabled-by-user": "{subject} is disabled by {expected}",
     "arch-unsupported": "{subject} runs on {expected}, not on {actual}",
     "dims-unsupported": "{subject} takes {expected}; got {actual}",

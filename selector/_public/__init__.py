@@ -4,4 +4,61 @@
 
     decision = select(Request(dims=MLADimensions(64, 64, 128)))
     print(decision.explain())
+
+Importing this imports neither torch nor a kernel nor a YAML reader.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mla_prefill.capabilities import Candidate, Matrix, MatrixError, MLADimensions, UnknownNameError, load_matrix
+from mla_prefill.selector import (
+    Decision,
+    Environment,
+    EnvironmentVariableError,
+    NoBackendError,
+    Overrides,
+    Reason,
+    Request,
+    RequestError,
+    clear,
+    select,
+)
+
+if TYPE_CHECKING:
+    from mla_prefill.backends import load, merge_attention_states
+
+__all__ = [
+    "Candidate",
+    "Decision",
+    "Environment",
+    "EnvironmentVariableError",
+    "MLADimensions",
+    "Matrix",
+    "MatrixError",
+    "NoBackendError",
+    "Overrides",
+    "Reason",
+    "Request",
+    "RequestError",
+    "UnknownNameError",
+    "__version__",
+    "clear",
+    "load",
+    "load_matrix",
+    "merge_attention_states",
+    "select",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("load", "merge_attention_states"):
+        from mla_prefill import backends
+
+        return getattr(backends, name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("mla-prefill")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

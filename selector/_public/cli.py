@@ -1,0 +1,435 @@
+"""The ``mla-prefill`` command: results on stdout, progress on stderr, exit 0, 1 (a negative answer or findings) or 2.
+
+The command line stands above capabilities, selector and backends, and imports what a command needs when it needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mla_prefill.capabilities.findings import MatrixError, nearest
+from mla_prefill.capabilities.load import load_matrix
+
+if TYPE_CHECKING:
+    from mla_prefill import Decision, Environment, Matrix, MLADimensions, Request
+    from mla_prefill.capabilities.configs import ModelDims
+
+FINE, NEGATIVE, WRONG_USE = 0, 1, 2
+
+
+class UsageError(ValueError):
+    """Wrong usage or unreadable input: one line on stderr, exit 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    try:
+        options = build_parser().parse_args(arguments)
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: not an error of ours
+        return FINE
+    except MatrixError as error:
+        print(error, file=sys.stderr)
+        return WRONG_USE
+    except (UsageError, ValueError, OSError) as error:
+        print(f"mla-prefill: {_one_line(error)}", file=sys.stderr)
+        return WRONG_USE
+    except KeyboardInterrupt:
+        print("mla-prefill: interrupted", file=sys.stderr)
+        return 130
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"cannot read {error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mla-prefill",
+        description="Which attention kernel may prefill an MLA model on this GPU, and why.",
+        epilog="exit status: 0 fine, 1 a negative answer or findings, 2 wrong usage or unreadable input. "
+        "Environment variables: MLA_PREFILL_BACKEND, MLA_PREFILL_FA_VERSION, MLA_PREFILL_DISABLE, MLA_PREFILL_MATRIX.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    command = _add(
+        commands, "run", run, "select for this machine, run one chunked prefill, check it against float32 math"
+    )
+    _add_dims(command)
+    _add_request(command)
+    command.add_argument(
+        "--heads", type=_positive, metavar="N", help="attention heads on this rank (default: the model's, else 16)"
+    )
+    command.add_argument(
+        "--device", metavar="DEVICE", help="torch device such as cuda:1 or cpu (default: what the decision is for)"
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the random batch (default 0)")
+    _add_format(command)
+
+    command = _add(commands, "select", select, "one decision, with every reason")
+    _add_target(command)
+    _add_dims(command)
+    _add_request(command)
+    command.add_argument(
+        "--explain", action="store_true", help="the whole story: chosen, turned down and why, what would be better"
+    )
+    _add_format(command)
+
+    command = _add(commands, "dims", dims, "the MLA dims that a config.json states, or why it is not MLA")
+    command.add_argument("config", metavar="CONFIG", help="config.json or params.json, or a folder that holds one")
+    _add_matrix(command)
+    _add_format(command)
+
+    command = _add(commands, "table", table, "the matrix for people")
+    command.add_argument("--arch", action="append", metavar="ARCH", help="only this architecture (repeatable)")
+    command.add_argument("--model", action="append", metavar="BLOCK", help="only this dims block (repeatable)")
+    _add_matrix(command)
+    _add_format(command, "text", "md", "json")
+
+    command = _add(commands, "check", check, "everything CI validates in the data")
+    command.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="a data folder, or a file in place of its shipped namesake (default: the shipped data)",
+    )
+    command.add_argument("--fix", action="store_true", help="mend what is mechanical (modelines, the compiled form)")
+    _add_format(command, "text", "json", "github", "sarif")
+
+    command = _add(commands, "env", env, "architecture, packages, versions, import errors, overrides, fingerprint")
+    command.add_argument(
+        "--probe",
+        action="store_true",
+        help="import each installed kernel package in a child process and report what it raises",
+    )
+    _add_matrix(command)
+    _add_format(command)
+    return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        from mla_prefill import __version__
+
+        print(f"mla-prefill {__version__}")
+        raise SystemExit(FINE)
+
+
+def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=help[0].upper() + help[1:] + "."
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_format(command: argparse.ArgumentParser, *formats: str) -> None:
+    choices = formats or ("text", "json")
+    command.add_argument("--format", choices=choices, default=choices[0], help=f"output format (default {choices[0]})")
+
+
+def _add_matrix(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--matrix", metavar="PATH", help="a matrix file or data folder in place of the shipped one")
+    command.add_argument(
+        "--extra",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="lay this file of rows over the matrix (repeatable)",
+    )
+
+
+def _add_dims(command: argparse.ArgumentParser) -> None:
+    group = command.add_mutually_exclusive_group(required=True)
+    group.add_argument("--dims", metavar="NOPE,ROPE,V", help="head dims qk_nope,qk_rope,v_head, for example 64,64,128")
+    group.add_argument(
+        "--model", metavar="NAME", help="a model family, checkpoint or dims block, for example mistral_small_4"
+    )
+    group.add_argument("--config", metavar="CONFIG", help="the model's config.json (or its folder)")
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    group = command.add_mutually_exclusive_group()
+    group.add_argument("--gpu", metavar="NAME", help="a product such as H200 or L40S (default: this machine)")
+    group.add_argument("--arch", metavar="ARCH", help="an architecture such as sm90, 9.0 or gfx942")
+    command.add_argument(
+        "--installed",
+        action="append",
+        metavar="DIST==VERSION",
+        help="a kernel package of the target (repeatable; names all of them; default with --arch or --gpu: packages are no constraint)",
+    )
+
+
+def _add_request(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dtype", default="bfloat16", metavar="DTYPE", help="bfloat16 (default), float16, float32 ..."
+    )
+    command.add_argument("--fa-version", type=int, metavar="N", help="pin the FlashAttention version: used or refused")
+    command.add_argument("--backend", metavar="NAME", help="force a backend or kernel: used or refused")
+    command.add_argument("--needs", default="", metavar="LIST", help="comma list of features, for example lse,out")
+    command.add_argument(
+        "--policy", choices=("default", "measured"), default="default", help="order of candidates (default: default)"
+    )
+    _add_matrix(command)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 4096, got {text!r}")
+    return int(text)
+
+
+# ---- from options to values -------------------------------------------------------------------------------------
+
+
+def _overrides() -> Any:
+    from mla_prefill import Overrides
+
+    return Overrides.from_environ()
+
+
+def _matrix(options: argparse.Namespace) -> Matrix:
+    path = options.matrix or _overrides().matrix
+    return load_matrix(path, options.extra)
+
+
+def _model(options: argparse.Namespace, matrix: Matrix) -> tuple[MLADimensions, int | None, ModelDims | None]:
+    """(dims, heads if known, what the config says) of --dims, --model or --config."""
+    from mla_prefill.capabilities.configs import ModelDims, UnknownModelError, find_model, read_config
+    from mla_prefill.capabilities.model import MLADimensions
+
+    if options.dims is not None:
+        parts = options.dims.replace(" ", "").strip("()").split(",")
+        if len(parts) != 3 or not all(part.isdecimal() and len(part) < 8 for part in parts):
+            raise UsageError(
+                f"--dims takes three numbers qk_nope,qk_rope,v_head such as 64,64,128; got {options.dims!r}"
+            )
+        return MLADimensions(*map(int, parts)), None, None
+    if options.model is not None:
+        if options.model in matrix.blocks:
+            heads = [
+                f.get("num_attention_heads")
+                for f in matrix.families.values()
+                if f.get("dims") == list(matrix.blocks[options.model].dims)
+            ]
+            return matrix.blocks[options.model].dims, next((h for h in heads if h), None), None
+        try:
+            family = find_model(options.model, matrix.families)
+        except UnknownModelError as error:
+            raise UsageError(f"{error}; dims blocks: {', '.join(matrix.blocks)}") from None
+        record = matrix.families[family]
+        if record.get("dims") is None:
+            raise UsageError(
+                f"{options.model} ({family}) has no known MLA dims: {record.get('reason') or record.get('note') or 'not published'}; give --config"
+            )
+        return MLADimensions(*record["dims"]), record.get("num_attention_heads"), None
+    answer = read_config(options.config, matrix.families)
+    if not isinstance(answer, ModelDims):
+        raise _NegativeAnswerError(f"{options.config}: {answer.reason}")
+    return answer.dims, answer.num_attention_heads, answer
+
+
+class _NegativeAnswerError(Exception):
+    """The answer is no: on stderr, exit 1."""
+
+
+def _request(options: argparse.Namespace, dims: MLADimensions) -> Request:
+    from mla_prefill import Request
+
+    needs = [need.strip() for need in options.needs.split(",") if need.strip()]
+    return Request(dims, options.dtype, options.fa_version, options.backend, needs, options.policy)
+
+
+def _environment(options: argparse.Namespace, matrix: Matrix) -> Environment:
+    from mla_prefill import Environment
+
+    installed = _installed(options.installed, matrix)
+    if options.gpu is None and options.arch is None:
+        environment = Environment.detect(matrix.distributions)
+        return environment if installed is None else environment.replace(installed=installed)
+    arch = matrix.gpu(options.gpu) if options.gpu is not None else matrix.arch(options.arch)
+    return Environment(arch, installed, None, _overrides(), options.gpu, "argument")
+
+
+def _installed(given: list[str] | None, matrix: Matrix) -> dict[str, str] | None:
+    from mla_prefill.capabilities.versions import canonical
+    from packaging.version import InvalidVersion, Version
+
+    if given is None:
+        return None
+    installed = {}
+    for text in given:
+        name, equals, version = text.partition("==")
+        name = canonical(name.strip())
+        if not equals:
+            raise UsageError(f"--installed takes DIST==VERSION such as flash-attn==2.8.3, got {text!r}")
+        if name not in matrix.distributions:
+            raise UsageError(
+                f"--installed {text}: no kernel comes from {name!r}; {nearest(name, matrix.distributions)}"
+            )
+        try:
+            installed[name] = str(Version(version.strip()))
+        except InvalidVersion:
+            raise UsageError(f"--installed {text}: {version!r} is not a version such as 2.8.3") from None
+    return installed
+
+
+def _decide(request: Request, environment: Environment, matrix: Matrix) -> Decision:
+    """The decision, chosen or not."""
+    from mla_prefill.selector.engine import decide
+
+    return decide(request, environment, matrix)
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---- commands ---------------------------------------------------------------------------------------------------
+
+
+def select(options: argparse.Namespace) -> int:
+    matrix = _matrix(options)
+    try:
+        wanted, _, _ = _model(options, matrix)
+    except _NegativeAnswerError as error:
+        _progress(f"mla-prefill: {error}")
+        return NEGATIVE
+    decision = _decide(_request(options, wanted), _environment(options, matrix), matrix)
+    if options.format == "json":
+        print(json.dumps(decision.to_dict(), indent=2))
+    elif options.explain or decision.chosen is None:
+        print(decision.explain())
+    else:
+        print(decision.one_line().removeprefix("mla-prefill: "))
+    return FINE if decision.chosen else NEGATIVE
+
+
+def run(options: argparse.Namespace) -> int:
+    from mla_prefill import Environment
+    from mla_prefill.backends import KernelError
+    from mla_prefill.backends.job import run_chunked_prefill
+
+    matrix = _matrix(options)
+    try:
+        wanted, heads, _ = _model(options, matrix)
+    except _NegativeAnswerError as error:
+        _progress(f"mla-prefill: {error}")
+        return NEGATIVE
+    arch = "cpu" if options.device == "cpu" else None
+    environment = Environment.detect(matrix.distributions, arch)
+    decision = _decide(_request(options, wanted), environment, matrix)
+    if decision.chosen is None:
+        print(
+            json.dumps({"decision": decision.to_dict(), "result": None}, indent=2)
+            if options.format == "json"
+            else decision.explain()
+        )
+        return NEGATIVE
+    try:
+        result = run_chunked_prefill(
+            decision, num_heads=options.heads or heads or 16, seed=options.seed, device=options.device, report=_progress
+        )
+    except KernelError as error:
+        _progress(f"mla-prefill: {_one_line(error)}")
+        return NEGATIVE
+    if options.format == "json":
+        print(json.dumps({"decision": decision.to_dict(), "result": result.to_dict()}, indent=2))
+    else:
+        print(decision.one_line().removeprefix("mla-prefill: "))
+        print(result)
+    return FINE if result.ok else NEGATIVE
+
+
+def dims(options: argparse.Namespace) -> int:
+    from mla_prefill.capabilities.configs import ModelDims, read_config
+
+    matrix = _matrix(options)
+    answer = read_config(options.config, matrix.families)
+    if not isinstance(answer, ModelDims):
+        print(
+            json.dumps(answer.to_dict(), indent=2)
+            if options.format == "json"
+            else f"{'not MLA' if answer.to_dict()['is_mla'] is False else 'cannot tell'}: {answer.reason}"
+        )
+        return NEGATIVE
+    block = matrix.block_for(answer.dims)
+    if options.format == "json":
+        print(json.dumps(answer.to_dict(block.name if block else None), indent=2))
+        return FINE
+    print(f"dims {answer.dims}  (qk {answer.dims.qk_head_dim}, v {answer.dims.v_head_dim})  from {answer.location}")
+    print(f"block {block.name if block else 'none: no row of the matrix has these dims yet'}")
+    print(f"heads {answer.num_attention_heads or 'not stated'}, kv_lora_rank {answer.kv_lora_rank or 'not stated'}")
+    for other in answer.other_dims:
+        print(f"also {other.dims} on layers {', '.join(map(str, other.layers)) if other.layers else 'not stated'}")
+    for note in answer.notes:
+        print(f"note: {note}")
+    return FINE
+
+
+def table(options: argparse.Namespace) -> int:
+    from mla_prefill.capabilities import tables
+
+    matrix = _matrix(options)
+    arches = [matrix.arch(a) for a in options.arch] if options.arch else list(matrix.architectures)
+    blocks = options.model or list(matrix.blocks)
+    for name in blocks:
+        if name not in matrix.blocks:
+            raise UsageError(f"unknown dims block {name!r}; {nearest(name, matrix.blocks)}")
+    if options.format == "json":
+        print(json.dumps(tables.as_json(matrix, arches, blocks), indent=2))
+    else:
+        draw = tables.columns if options.format == "text" else tables.markdown
+        print(draw(tables.support_rows(matrix, arches, blocks), tables.HEADER))
+    return FINE
+
+
+def check(options: argparse.Namespace) -> int:
+    from mla_prefill.capabilities import checks, fixes
+    from mla_prefill.capabilities.report import FORMATS
+
+    findings = []
+    for path in options.paths or [None]:
+        if options.fix:
+            for fixed in fixes.fix(Path(path) if path else None):
+                _progress(f"fixed {fixed}")
+        findings += checks.check_path(path)
+    print(FORMATS[options.format](findings))
+    return NEGATIVE if any(f.severity == "error" for f in findings) else FINE
+
+
+def env(options: argparse.Namespace) -> int:
+    from mla_prefill import Environment
+    from mla_prefill.selector import environment as variables
+    from mla_prefill.selector.probe import probe
+
+    matrix = _matrix(options)
+    here = Environment.detect(matrix.distributions)
+    if options.probe:
+        here = here.replace(import_errors=probe(matrix, here.installed or {}, _progress))
+    report = variables.report(here, matrix)
+    if options.format == "json":
+        print(json.dumps(report, indent=2))
+    else:
+        print(variables.report_text(report))
+    return FINE

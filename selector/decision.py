@@ -1,0 +1,178 @@
+"""The answer: what was chosen, every reason against the others, and what would make it better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mla_prefill.capabilities.matrix import Matrix
+from mla_prefill.capabilities.model import Candidate, Kernel
+from mla_prefill.selector.environment import Environment
+from mla_prefill.selector.reasons import Reason
+from mla_prefill.selector.request import Request
+
+
+class Verdict(NamedTuple):
+    """One candidate and the reasons against it. Eligible means: no reasons, or only ``lower-priority``."""
+
+    candidate: Candidate
+    verdict: str
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        c = self.candidate
+        return {
+            "backend": c.backend,
+            "kernel": c.kernel,
+            "fa_version": c.fa_version,
+            "verdict": self.verdict,
+            "pad_v_to": c.pad_v_to,
+            "requires": list(c.requires),
+            "proof": c.proof,
+            "reasons": [r.to_dict() for r in self.reasons],
+            "notes": list(self.notes),
+        }
+
+
+class Constraint(NamedTuple):
+    """Something that narrowed the choice, and where it came from: ``argument`` or an environment variable."""
+
+    name: str
+    value: Any
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value} ({self.origin})"
+
+
+class Hint(NamedTuple):
+    """What would make a rejected candidate eligible; it was tried before it is said."""
+
+    text: str
+    candidate: str
+    request: Request
+    environment: Environment
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A complete, immutable answer. ``verdicts`` has every kernel of the kernel sheet, best first."""
+
+    request: Request
+    environment: Environment
+    arch: str
+    chosen: Candidate | None
+    verdicts: tuple[Verdict, ...]
+    constraints: tuple[Constraint, ...]
+    notes: tuple[str, ...]
+    matrix: Matrix = field(repr=False)
+
+    @property
+    def rejected(self) -> tuple[Verdict, ...]:
+        """Every other candidate with its reasons, eligible ones (``lower-priority``) included."""
+        return tuple(v for v in self.verdicts if v.verdict != "chosen")
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel sheet's entry of the chosen candidate."""
+        if self.chosen is None:
+            raise NoBackendError(self)
+        return self.matrix.kernels[self.chosen.kernel]
+
+    @property
+    def hints(self) -> tuple[Hint, ...]:
+        """What would make it better: installs and versions that make a rejected candidate eligible, each tried."""
+        from mla_prefill.selector.hints import hints  # evaluates the engine again; only explaining needs it
+
+        return hints(self)
+
+    def one_line(self) -> str:
+        """The decision in one short line, for an engine to put into any later error."""
+        if self.chosen is None:
+            return f"mla-prefill: no backend for {self.request.dims} {self.request.dtype} on {self.arch}"
+        c = self.chosen
+        provider = f" from {c.provider} {(self.environment.installed or {}).get(c.provider, '')}" if c.provider else ""
+        pad = f", V padded to {c.pad_v_to}" if c.pad_v_to else ""
+        why = f"; {', '.join(map(str, self.constraints))}" if self.constraints else ""
+        return (
+            f"mla-prefill: {c.backend}/{c.kernel}{provider.rstrip()} for {self.request.dims} {self.request.dtype} on "
+            f"{self.arch}{pad} (row {c.source}{why})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of design section 9."""
+        return {
+            "request": self.request.to_dict(),
+            "arch": self.arch,
+            "chosen": self.chosen.to_dict() if self.chosen else None,
+            "candidates": [v.to_dict() for v in self.verdicts],
+            "constraints": [c._asdict() for c in self.constraints],
+            "notes": list(self.notes),
+            "hints": [h.text for h in self.hints],
+            "matrix": {"fingerprint": self.matrix.fingerprint, "schema_version": self.matrix.schema_version},
+        }
+
+    def explain(self) -> str:
+        """The whole story for people: what was chosen, what was turned down and why, what would be better."""
+        request = self.request
+        block = self.matrix.block_for(request.dims)
+        name = f" ({block.name})" if block else ""
+        lines = [f"dims {request.dims}{name}, {request.dtype}, on {self.arch} {self._machine()}".rstrip()]
+        lines += [f"  asked: {c}" for c in self.constraints]
+        lines += ["", *self._chosen_lines(), "", "turned down:"]
+        width = max((len(v.candidate.kernel) for v in self.rejected), default=0)
+        for verdict in self.rejected:
+            head = f"  {verdict.candidate.kernel:{width}}  "
+            texts = [f"{r.code}: {r.message}" + (f"  [{r.source}]" if r.source else "") for r in verdict.reasons]
+            lines += [
+                (head if i == 0 else " " * len(head)) + text for i, text in enumerate(texts + list(verdict.notes))
+            ]
+        if hints := self.hints:
+            lines += ["", "what would change it:" if self.chosen else "what would help:"]
+            lines += [f"  {hint.text}" for hint in hints]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, "", f"matrix {self.matrix.fingerprint[:16]}"])
+
+    def _machine(self) -> str:
+        environment = self.environment
+        parts = [environment.device or "", f"found by {environment.detected_by}"]
+        parts.append("packages are no constraint" if environment.packages is None else "")
+        return "(" + ", ".join(p for p in parts if p) + ")"
+
+    def _chosen_lines(self) -> list[str]:
+        c = self.chosen
+        if c is None:
+            return ["no backend is eligible"]
+        lines = [
+            f"chosen: {c.backend} with kernel {c.kernel}"
+            + (f" (FlashAttention {c.fa_version})" if c.fa_version else "")
+        ]
+        if c.provider:
+            lines.append(f"  provider: {c.provider} {(self.environment.installed or {}).get(c.provider, '')}".rstrip())
+        if c.requires:
+            lines.append(f"  requires: {', '.join(c.requires)}")
+        lines.append(f"  V: {'zero-padded to ' + str(c.pad_v_to) if c.pad_v_to else 'as it is'}")
+        lines.append(f"  proof: {c.proof}   row: {c.source}")
+        order = self.matrix.order_for(self.arch, self.request.dims)
+        if order:
+            lines.append(f"  order: {order.source}")
+        chosen = next(v for v in self.verdicts if v.verdict == "chosen")
+        return lines + [f"  warning: {note}" for note in chosen.notes]
+
+
+class NoBackendError(LookupError):
+    """No candidate is eligible. ``decision`` has every reason; the text names the nearest ways out, each tried."""
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        super().__init__(decision)
+
+    def __str__(self) -> str:
+        decision = self.decision
+        lines = [f"{decision.one_line().removeprefix('mla-prefill: ')}"]
+        lines += [f"  asked: {c}" for c in decision.constraints]
+        for verdict in decision.verdicts:
+            lines.append(f"  {verdict.candidate.kernel}: " + "; ".join(r.message for r in verdict.reasons))
+        lines += [f"  try: {hint.text}" for hint in decision.hints]
+        return "\n".join(lines)

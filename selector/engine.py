@@ -1,0 +1,277 @@
+"""Selection: a pure function of request, environment and matrix.
+
+Every constraint of every kernel is evaluated in the order of `reasons.REASONS`; no reasons means eligible.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+from mla_prefill.capabilities import versions
+from mla_prefill.capabilities.findings import nearest
+from mla_prefill.capabilities.load import load_matrix
+from mla_prefill.capabilities.matrix import Cell, Matrix, Offer, UnknownNameError
+from mla_prefill.selector.decision import Constraint, Decision, NoBackendError, Verdict
+from mla_prefill.selector.environment import VARIABLES, Environment
+from mla_prefill.selector.reasons import Reason
+from mla_prefill.selector.request import Request
+
+#: Decisions are small; an engine asks a handful of questions. Bounded so that odd callers cannot grow it.
+CACHE_SIZE = 1024
+_decisions: dict[tuple[Any, ...], Decision] = {}
+_matrices: dict[str | None, Matrix] = {}
+_here: dict[tuple[str | None, ...], Environment] = {}
+
+
+def select(request: Request, environment: Environment | None = None, matrix: Matrix | None = None) -> Decision:
+    """The backend for this request, with every reason against the others.
+
+    Pure given all three arguments. Without ``environment`` it is this machine with its environment variables (read
+    again whenever one of them changes); without ``matrix`` the shipped one, or what MLA_PREFILL_MATRIX names.
+
+    Raises:
+        NoBackendError: nothing is eligible; it carries the decision.
+        UnknownNameError: the request or an override names a backend, FA version or feature that nobody declared.
+        MatrixError, EnvironmentVariableError: what was to be read cannot be used.
+    """
+    key = (
+        request,
+        environment,
+        matrix,
+        _raw_get(_BACKEND),
+        _raw_get(_FA_VERSION),
+        _raw_get(_DISABLE),
+        _raw_get(_MATRIX),
+    )
+    decision = _decisions.get(key)
+    if decision is None:
+        if environment is None:
+            environment = here()
+        decision = decide(request, environment, matrix_of(environment) if matrix is None else matrix)
+        while len(_decisions) >= CACHE_SIZE:
+            _decisions.pop(next(iter(_decisions)), None)
+        _decisions[key] = decision
+    if decision.chosen is None:
+        raise NoBackendError(decision)
+    return decision
+
+
+def clear() -> None:
+    """Forgets cached decisions, the detected machine and loaded matrices: the next question starts anew."""
+    _decisions.clear()
+    _here.clear()
+    _matrices.clear()
+
+
+# Reading four variables through os.environ costs 2 us, ten times a cached decision. The mapping underneath costs 0.15 us
+# for all four; where an interpreter has no such thing, os.environ itself is asked.
+_raw_get = getattr(os.environ, "_data", os.environ).get
+_encode = os.environ.encodekey if hasattr(os.environ, "_data") else str
+_BACKEND, _FA_VERSION, _DISABLE, _MATRIX = map(_encode, VARIABLES)
+
+
+def here() -> Environment:
+    """This machine, detected once, and again when one of our environment variables changes."""
+    state = tuple(map(os.environ.get, VARIABLES))
+    environment = _here.get(state)
+    if environment is None:
+        environment = Environment.detect()
+        _here.clear()
+        _here[state] = environment
+    return environment
+
+
+def matrix_of(environment: Environment) -> Matrix:
+    """The matrix that this environment asks for, loaded once."""
+    path = environment.overrides.matrix
+    matrix = _matrices.get(path)
+    if matrix is None:
+        matrix = _matrices.setdefault(path, load_matrix(path))
+    return matrix
+
+
+class _Asked(NamedTuple):
+    """What narrows the choice after arguments have beaten overrides."""
+
+    backend: str | None
+    fa_version: int | None
+    disable: tuple[str, ...]
+    constraints: tuple[Constraint, ...]
+
+
+def decide(request: Request, environment: Environment, matrix: Matrix) -> Decision:
+    """`select` without cache and without raising: ``chosen`` is None where nothing is eligible."""
+    asked = _asked(request, environment, matrix)
+    try:
+        arch = matrix.arch(environment.arch)
+    except UnknownNameError:
+        arch = environment.arch  # hardware newer than the matrix is no error: every kernel says it does not run there
+    installed = environment.installed
+    errors = dict(environment.import_errors)
+    cells = matrix.cells(arch, request.dims)
+    weighed = [_weigh(cell, request, arch, asked, installed, errors) for cell in cells]
+    chosen = next((verdict.candidate for verdict in weighed if not verdict.reasons), None)
+    verdicts = []
+    for verdict in weighed:
+        if verdict.reasons:
+            verdicts.append(verdict)
+        elif verdict.candidate is chosen:
+            verdicts.append(verdict._replace(verdict="chosen"))
+        else:
+            order = matrix.order_for(arch, request.dims)
+            reason = Reason(
+                "lower-priority", verdict.candidate.kernel, chosen.kernel, arch, order.source if order else None
+            )
+            verdicts.append(verdict._replace(verdict="eligible", reasons=(reason,)))
+    verdicts.sort(key=lambda v: ("chosen", "eligible", "rejected").index(v.verdict))
+    return Decision(request, environment, arch, chosen, tuple(verdicts), asked.constraints, (), matrix)
+
+
+def _asked(request: Request, environment: Environment, matrix: Matrix) -> _Asked:
+    backend, fa_version, overrides = request.backend, request.fa_version, environment.overrides
+    constraints = []
+    if backend is not None:
+        constraints.append(Constraint("backend", backend, "argument"))
+    if fa_version is not None:
+        constraints.append(Constraint("fa_version", fa_version, "argument"))
+    if backend is None and fa_version is None:
+        backend, fa_version = overrides.backend, overrides.fa_version
+        if backend is not None:
+            constraints.append(Constraint("backend", backend, "environment variable MLA_PREFILL_BACKEND"))
+        if fa_version is not None:
+            constraints.append(Constraint("fa_version", fa_version, "environment variable MLA_PREFILL_FA_VERSION"))
+    if overrides.disable:
+        constraints.append(
+            Constraint("disable", ", ".join(overrides.disable), "environment variable MLA_PREFILL_DISABLE")
+        )
+    if request.needs:
+        constraints.append(Constraint("needs", ", ".join(request.needs), "argument"))
+    asked = _Asked(backend, fa_version, overrides.disable, tuple(constraints))
+    _require_known(asked, request, matrix)
+    return asked
+
+
+def _require_known(asked: _Asked, request: Request, matrix: Matrix) -> None:
+    names = (*matrix.backends, *matrix.kernels)
+    origins = {c.name: c.origin for c in asked.constraints}
+    for what, given in (("backend", (asked.backend,) if asked.backend else ()), ("disable", asked.disable)):
+        for name in given:
+            if name not in names:
+                raise UnknownNameError(f"unknown backend {name!r} ({origins[what]}); {nearest(name, names)}")
+    if asked.fa_version is not None and asked.fa_version not in matrix.fa_versions:
+        known = ", ".join(map(str, matrix.fa_versions))
+        raise UnknownNameError(
+            f"no kernel has FlashAttention version {asked.fa_version} ({origins['fa_version']}); known: {known}"
+        )
+    for need in request.needs:
+        if need not in matrix.features:
+            raise UnknownNameError(f"unknown feature {need!r}; {nearest(need, matrix.features)}")
+    if asked.backend and asked.fa_version is not None:
+        kernels = [k for k in matrix.kernels.values() if asked.backend in (k.backend, k.name)]
+        if not any(k.fa_version == asked.fa_version for k in kernels):
+            raise UnknownNameError(
+                f"{asked.backend} has no FlashAttention version {asked.fa_version}: give backend or fa_version, not both"
+            )
+
+
+def _weigh(
+    cell: Cell,
+    request: Request,
+    arch: str,
+    asked: _Asked,
+    installed: dict[str, str] | None,
+    errors: dict[str, str],
+) -> Verdict:
+    """Every reason against one kernel, and the candidate as this environment would run it."""
+    kernel, candidate = cell.kernel, cell.candidate
+    subject = f"FA{kernel.fa_version}" if kernel.fa_version else kernel.name
+    reasons: list[Reason] = []
+    notes: tuple[str, ...] = ()
+    if (asked.fa_version is not None and kernel.fa_version != asked.fa_version) or (
+        asked.backend is not None and asked.backend not in (kernel.backend, kernel.name)
+    ):
+        wanted = "the request is for " + (asked.backend or f"FlashAttention {asked.fa_version}")
+        reasons.append(Reason("not-requested", subject, wanted, kernel.backend, None))
+    elif cell.order is not None and cell.on_request is not None and not (asked.backend or asked.fa_version):
+        policy = f"on {arch} it is used on request only (policy: {cell.on_request})"
+        reasons.append(Reason("not-requested", subject, policy, kernel.backend, cell.order.source))
+    for name in asked.disable:
+        if name in (kernel.backend, kernel.name):
+            reasons.append(Reason("disabled-by-user", subject, f"MLA_PREFILL_DISABLE={name}", name, None))
+    if cell.limit is None:
+        reasons.append(Reason("arch-unsupported", subject, kernel.arch, arch, kernel.source))
+        return Verdict(candidate, "rejected", tuple(reasons))
+    if cell.fit is None:
+        pair = f"(qk {request.dims.qk_head_dim}, v {request.dims.v_head_dim})"
+        reasons.append(Reason("dims-unsupported", subject, f"{cell.limit} on {arch}", pair, cell.limit.source))
+    elif cell.row is None:
+        reasons.append(Reason("no-rule", subject, "a row", f"{request.dims} on {arch}", None))
+    if request.dtype not in candidate.dtypes:
+        reasons.append(Reason("dtype-unsupported", subject, candidate.dtypes, request.dtype, cell.limit.source))
+    if missing := tuple(need for need in request.needs if need not in kernel.provides):
+        reasons.append(Reason("feature-missing", subject, kernel.provides, missing, kernel.source))
+    if cell.fit is not None:
+        stated = {reason.code for reason in reasons}
+        offer, against = _offer(cell, request, subject, arch, installed, errors)
+        reasons += [reason for reason in against if reason.code not in stated]
+        if offer is not None:
+            candidate = offer.described if installed is None else offer.installed
+            notes = _notes(offer, installed)
+    return Verdict(candidate, "rejected" if reasons else "eligible", tuple(reasons), notes)
+
+
+def _offer(
+    cell: Cell, request: Request, subject: str, arch: str, installed: dict[str, str] | None, errors: dict[str, str]
+) -> tuple[Offer | None, list[Reason]]:
+    """The first provider without reasons against it; else the reasons against those that are at hand."""
+    source = cell.kernel.source
+    if not cell.offers:
+        shipped = tuple(dict.fromkeys(a for p in cell.kernel.providers for a in p.arch or ()))
+        return None, [Reason("arch-unsupported", subject, f"{', '.join(shipped)} as packages ship it", arch, source)]
+    against: list[Reason] = []
+    for offer in cell.offers:
+        version = None
+        if installed is not None:
+            version = installed.get(offer.distribution)
+            if version is None:
+                continue
+        reasons = _against(offer, version, request, subject, errors)
+        if not reasons:
+            return offer, []
+        against += reasons
+    if not against:
+        wanted = " or ".join(offer.requirement for offer in cell.offers)
+        against = [Reason("kernel-not-installed", subject, wanted, None, cell.offers[0].provider.source)]
+    return None, against
+
+
+def _against(offer: Offer, version: str | None, request: Request, subject: str, errors: dict[str, str]) -> list[Reason]:
+    """Everything against one provider, installed at ``version`` (None: packages are no constraint)."""
+    name, source, runs = offer.distribution, offer.provider.source, offer.described
+    reasons: list[Reason] = []
+    if request.dtype not in runs.dtypes:
+        reasons.append(Reason("dtype-unsupported", f"{subject} of {name}", runs.dtypes, request.dtype, source))
+    if request.needs and (missing := tuple(need for need in request.needs if need not in runs.provides)):
+        reasons.append(Reason("feature-missing", f"{subject} of {name}", runs.provides, missing, source))
+    if version is not None:
+        if name in errors:
+            reasons.append(Reason("kernel-import-failed", subject, errors[name], f"{name} {version}", source))
+        if not versions.contains(offer.specifier, version):
+            reasons.append(Reason("version-out-of-range", subject, name + offer.specifier, version, source))
+    for bad in offer.known_bad:
+        dtype_applies = not bad.dtypes or request.dtype in bad.dtypes
+        need_applies = not bad.needs or not set(bad.needs).isdisjoint(request.needs)
+        # Without installed versions only a defect of every version counts; a bounded one shows in `requires`.
+        hit = versions.contains(bad.version, version) if version is not None else not bad.version
+        if dtype_applies and need_applies and hit:
+            reasons.append(Reason("known-bad", subject, bad.reason, f"{name}{bad.version or ' (all)'}", bad.source))
+    return reasons
+
+
+def _notes(offer: Offer, installed: dict[str, str] | None) -> tuple[str, ...]:
+    verified = offer.provider.verified
+    if installed is None or not verified or versions.contains(verified, installed[offer.distribution]):
+        return ()
+    version = installed[offer.distribution]
+    return (f"unverified version: {offer.distribution} {version}; this sheet was checked with {verified}",)
