@@ -163,7 +163,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any, famili
     dims = text.dims(numbers)
     layers, layer_note = text.mla_layers()
     other, other_note = text.second_geometry()
-    if layers == () and not other:
+    if layers == () and not other and not other_note:
         return NotMLA("the file names no layer that uses MLA")
     heads = text.number("num_attention_heads")
     found = ModelDims(dims, rank, heads, location, family, layers, (other,) if other else ())
@@ -484,7 +484,8 @@ def published_dims(name: str, families: Families) -> Answer:
     heads, rank = map(rules.get, _PUBLISHED)
     others: tuple[OtherDims, ...] = ()
     if second := rules.get("second_geometry"):
-        others = (OtherDims(MLADimensions(*second["dims"]), *map(second.get, _PUBLISHED), None),)
+        numbers = second["num_attention_heads"], second["kv_lora_rank"]
+        others = (OtherDims(MLADimensions(*second["dims"]), *numbers, layers=None),)
     where = rules.get("where") or families[rules["like"]]["where"]
     reported = rules["confidence"] == "reported"
     notes = (f"reported, not read in the published file: {rules['note']}",) if reported else ()
