@@ -320,7 +320,8 @@ def possible_cells_are_allowed(sheets: Sheets) -> Findings:
                 if cell.fit and cell.offers and cell.row is None:
                     missing[cell.kernel.name].append(arch)
         for kernel, arches in missing.items():
-            message = f"{matrix.kernels[kernel].label} can run {_pair(block.dims)} on {', '.join(arches)}, but no row allows it"
+            what = f"{matrix.kernels[kernel].label} can run {_pair(block.dims)} on {', '.join(arches)}"
+            message = f"{what}, but no row allows it"
             yield source.finding(source.locate(path, key=True), "X321", message, severity="notice")
 
 

@@ -28,7 +28,7 @@ def cells(files: Iterable[SourceFile]) -> Iterable[tuple[SourceFile, str, dict[s
 
 
 def proofs(files: Iterable[SourceFile]) -> dict[str, str]:
-    """``"kernel arch qk v"`` -> the strongest level on record. One failing record contradicts its own level and above."""
+    """``"kernel arch qk v"`` -> the strongest level on record; any failing record contradicts the cell."""
     best: dict[str, str] = {}
     failed: set[str] = set()
     for _, level, cell in cells(files):

@@ -142,7 +142,8 @@ class _Reader:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         documents = 0
         for event in yaml.parse(text, Loader=loader):
-            mark = (event.start_mark.line + 1, event.start_mark.column + 1)
+            at: Any = event.start_mark
+            mark = (at.line + 1, at.column + 1)
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:

@@ -120,19 +120,27 @@ class Decision:
         name = f" ({block.name})" if block else ""
         lines = [f"dims {request.dims}{name}, {request.dtype}, on {self.arch} {self._machine()}".rstrip()]
         lines += [f"  asked: {c}" for c in self.constraints]
-        lines += ["", *self._chosen_lines(), "", "turned down:"]
-        width = max((len(v.candidate.kernel) for v in self.rejected), default=0)
-        for verdict in self.rejected:
-            head = f"  {verdict.candidate.kernel:{width}}  "
-            texts = [f"{r.code}: {r.message}" + (f"  [{r.source}]" if r.source else "") for r in verdict.reasons]
-            lines += [
-                (head if i == 0 else " " * len(head)) + text for i, text in enumerate(texts + list(verdict.notes))
-            ]
+        lines += ["", *self._chosen_lines(), "", "turned down:", *self._rejected_lines()]
         if hints := self.hints:
             lines += ["", "what would change it:" if self.chosen else "what would help:"]
             lines += [f"  {hint.text}" for hint in hints]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join([*lines, "", f"matrix {self.matrix.fingerprint[:16]}"])
+
+    def _rejected_lines(self) -> list[str]:
+        """Each rejected kernel with its reasons; those that were not asked for share a line at the end."""
+        width = max((len(v.candidate.kernel) for v in self.rejected), default=0)
+        lines: list[str] = []
+        unasked: dict[str, list[str]] = {}
+        for verdict in self.rejected:
+            waived = next((r.expected for r in verdict.reasons if r.code == "not-requested"), None)
+            if waived is not None and self.constraints:
+                unasked.setdefault(waived, []).append(verdict.candidate.kernel)
+                continue
+            texts = [f"{r.code}: {r.message}" + (f"  [{r.source}]" if r.source else "") for r in verdict.reasons]
+            head = f"  {verdict.candidate.kernel:{width}}  "
+            lines += [(head if i == 0 else " " * len(head)) + text for i, text in enumerate((*texts, *verdict.notes))]
+        return lines + [f"  not-requested ({why}): {', '.join(kernels)}" for why, kernels in unasked.items()]
 
     def _machine(self) -> str:
         environment = self.environment

@@ -64,8 +64,8 @@ def clear() -> None:
     _matrices.clear()
 
 
-# Reading four variables through os.environ costs 2 us, ten times a cached decision. The mapping underneath costs 0.15 us
-# for all four; where an interpreter has no such thing, os.environ itself is asked.
+# Reading four variables through os.environ costs 2 us, ten times a cached decision. The mapping underneath costs
+# 0.15 us for all four; where an interpreter has no such thing, os.environ itself is asked.
 _raw_get = getattr(os.environ, "_data", os.environ).get
 _encode = os.environ.encodekey if hasattr(os.environ, "_data") else str
 _BACKEND, _FA_VERSION, _DISABLE, _MATRIX = map(_encode, VARIABLES)
@@ -114,7 +114,7 @@ def decide(request: Request, environment: Environment, matrix: Matrix) -> Decisi
     chosen = next((verdict.candidate for verdict in weighed if not verdict.reasons), None)
     verdicts = []
     for verdict in weighed:
-        if verdict.reasons:
+        if verdict.reasons or chosen is None:
             verdicts.append(verdict)
         elif verdict.candidate is chosen:
             verdicts.append(verdict._replace(verdict="chosen"))
@@ -171,7 +171,7 @@ def _require_known(asked: _Asked, request: Request, matrix: Matrix) -> None:
         kernels = [k for k in matrix.kernels.values() if asked.backend in (k.backend, k.name)]
         if not any(k.fa_version == asked.fa_version for k in kernels):
             raise UnknownNameError(
-                f"{asked.backend} has no FlashAttention version {asked.fa_version}: give backend or fa_version, not both"
+                f"{asked.backend} has no FlashAttention version {asked.fa_version}; give one of the two"
             )
 
 

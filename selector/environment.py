@@ -56,6 +56,9 @@ class Overrides(NamedTuple):
         )
 
 
+NO_OVERRIDES = Overrides()
+
+
 class _Fields(NamedTuple):
     arch: str
     packages: tuple[tuple[str, str], ...] | None
@@ -85,7 +88,7 @@ class Environment(_Fields):
         arch: str,
         installed: Mapping[str, str] | None = None,
         import_errors: Mapping[str, str] | None = None,
-        overrides: Overrides = Overrides(),
+        overrides: Overrides = NO_OVERRIDES,
         device: str | None = None,
         detected_by: str = "described",
     ) -> Environment:

@@ -18,7 +18,6 @@ from mla_prefill.capabilities.load import load_matrix
 
 if TYPE_CHECKING:
     from mla_prefill import Decision, Environment, Matrix, MLADimensions, Request
-    from mla_prefill.capabilities.configs import ModelDims
 
 FINE, NEGATIVE, WRONG_USE = 0, 1, 2
 
@@ -176,7 +175,8 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         "--installed",
         action="append",
         metavar="DIST==VERSION",
-        help="a kernel package of the target (repeatable; names all of them; default with --arch or --gpu: packages are no constraint)",
+        help="a kernel package of the target (repeatable; names all of them; "
+        "default with --arch or --gpu: packages are no constraint)",
     )
 
 
@@ -213,40 +213,45 @@ def _matrix(options: argparse.Namespace) -> Matrix:
     return load_matrix(path, options.extra)
 
 
-def _model(options: argparse.Namespace, matrix: Matrix) -> tuple[MLADimensions, int | None, ModelDims | None]:
-    """(dims, heads if known, what the config says) of --dims, --model or --config."""
-    from mla_prefill.capabilities.configs import ModelDims, UnknownModelError, find_model, read_config
-    from mla_prefill.capabilities.model import MLADimensions
-
+def _model(options: argparse.Namespace, matrix: Matrix) -> tuple[MLADimensions, int | None]:
+    """(dims, attention heads where they are known) of --dims, --model or --config."""
     if options.dims is not None:
-        parts = options.dims.replace(" ", "").strip("()").split(",")
-        if len(parts) != 3 or not all(part.isdecimal() and len(part) < 8 for part in parts):
-            raise UsageError(
-                f"--dims takes three numbers qk_nope,qk_rope,v_head such as 64,64,128; got {options.dims!r}"
-            )
-        return MLADimensions(*map(int, parts)), None, None
+        return _typed_dims(options.dims), None
     if options.model is not None:
-        if options.model in matrix.blocks:
-            heads = [
-                f.get("num_attention_heads")
-                for f in matrix.families.values()
-                if f.get("dims") == list(matrix.blocks[options.model].dims)
-            ]
-            return matrix.blocks[options.model].dims, next((h for h in heads if h), None), None
-        try:
-            family = find_model(options.model, matrix.families)
-        except UnknownModelError as error:
-            raise UsageError(f"{error}; dims blocks: {', '.join(matrix.blocks)}") from None
-        record = matrix.families[family]
-        if record.get("dims") is None:
-            raise UsageError(
-                f"{options.model} ({family}) has no known MLA dims: {record.get('reason') or record.get('note') or 'not published'}; give --config"
-            )
-        return MLADimensions(*record["dims"]), record.get("num_attention_heads"), None
+        return _named_model(options.model, matrix)
+    from mla_prefill.capabilities.configs import ModelDims, read_config
+
     answer = read_config(options.config, matrix.families)
     if not isinstance(answer, ModelDims):
         raise _NegativeAnswerError(f"{options.config}: {answer.reason}")
-    return answer.dims, answer.num_attention_heads, answer
+    return answer.dims, answer.num_attention_heads
+
+
+def _typed_dims(text: str) -> MLADimensions:
+    from mla_prefill.capabilities.model import MLADimensions
+
+    parts = text.replace(" ", "").strip("()").split(",")
+    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 8 for part in parts):
+        raise UsageError(f"--dims takes three numbers qk_nope,qk_rope,v_head such as 64,64,128; got {text!r}")
+    return MLADimensions(*map(int, parts))
+
+
+def _named_model(name: str, matrix: Matrix) -> tuple[MLADimensions, int | None]:
+    from mla_prefill.capabilities.configs import UnknownModelError, find_model
+    from mla_prefill.capabilities.model import MLADimensions
+
+    if block := matrix.blocks.get(name):
+        heads = (f.get("num_attention_heads") for f in matrix.families.values() if f.get("dims") == list(block.dims))
+        return block.dims, next((h for h in heads if h), None)
+    try:
+        family = find_model(name, matrix.families)
+    except UnknownModelError as error:
+        raise UsageError(f"{error}; dims blocks: {', '.join(matrix.blocks)}") from None
+    record = matrix.families[family]
+    if record.get("dims") is None:
+        why = record.get("reason") or record.get("note") or "they were not published"
+        raise _NegativeAnswerError(f"{name} ({family}) has no known MLA dims: {why}; give its --config")
+    return MLADimensions(*record["dims"]), record.get("num_attention_heads")
 
 
 class _NegativeAnswerError(Exception):
@@ -311,7 +316,7 @@ def _progress(text: str) -> None:
 def select(options: argparse.Namespace) -> int:
     matrix = _matrix(options)
     try:
-        wanted, _, _ = _model(options, matrix)
+        wanted, _ = _model(options, matrix)
     except _NegativeAnswerError as error:
         _progress(f"mla-prefill: {error}")
         return NEGATIVE
@@ -332,7 +337,7 @@ def run(options: argparse.Namespace) -> int:
 
     matrix = _matrix(options)
     try:
-        wanted, heads, _ = _model(options, matrix)
+        wanted, heads = _model(options, matrix)
     except _NegativeAnswerError as error:
         _progress(f"mla-prefill: {error}")
         return NEGATIVE
