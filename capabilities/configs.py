@@ -38,7 +38,6 @@ _DIMS = MLADimensions._fields
 _MAX_COUNT = 1 << 20  # heads, layers, hidden sizes: more than any model has
 _RANGES = dict.fromkeys(_DIMS, (0, MAX_HEAD_DIM)) | {"kv_lora_rank": (0, _MAX_COUNT)}
 _MAX_LISTED = 32  # layer numbers in a note
-_PUBLISHED = ("num_attention_heads", "kv_lora_rank")
 _SWITCHES = {
     "use_mla": "the file says use_mla: false, so the model runs ordinary multi-head attention",
     "is_causal": "the file says is_causal: false; engines run bidirectional models on the ordinary attention path",
@@ -430,12 +429,10 @@ def _member(found: ModelDims, families: Families) -> str | None:
     """The one relative whose public checkpoint has exactly these numbers, else the family itself."""
     if found.family is None:
         return None
-    numbers = (tuple(found.dims), found.num_attention_heads, found.kv_lora_rank)
-    same = [
-        name
-        for name, rules in _relatives(found.family, families).items()
-        if numbers == (tuple(rules.get("dims", ())), *map(rules.get, _PUBLISHED))
-    ]
+    numbers = (list(found.dims), found.num_attention_heads, found.kv_lora_rank)
+    fields = ("dims", "num_attention_heads", "kv_lora_rank")
+    relatives = _relatives(found.family, families)
+    same = [name for name, rules in relatives.items() if numbers == tuple(map(rules.get, fields))]
     return same[0] if len(same) == 1 else found.family
 
 
@@ -471,22 +468,3 @@ def find_model(name: str, families: Families) -> str:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.rstrip("/").rsplit("/", 1)[-1].lower()).strip("_")
-
-
-def published_dims(name: str, families: Families) -> Answer:
-    """What the sheet says of a model's public checkpoints, without a file. Raises UnknownModelError as `find_model`."""
-    family = find_model(name, families)
-    rules = families[family]
-    if rules.get("is_mla") is False:
-        return NotMLA(rules["reason"])
-    if "dims" not in rules:
-        return Unknown(f"the dims of {family} are not in the model sheet ({rules['note']}); give a config.json")
-    heads, rank = map(rules.get, _PUBLISHED)
-    others: tuple[OtherDims, ...] = ()
-    if second := rules.get("second_geometry"):
-        numbers = second["num_attention_heads"], second["kv_lora_rank"]
-        others = (OtherDims(MLADimensions(*second["dims"]), *numbers, layers=None),)
-    where = rules.get("where") or families[rules["like"]]["where"]
-    reported = rules["confidence"] == "reported"
-    notes = (f"reported, not read in the published file: {rules['note']}",) if reported else ()
-    return ModelDims(MLADimensions(*rules["dims"]), rank, heads, where, family, None, others, notes)
