@@ -133,6 +133,10 @@ class PrefillPlan:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = ..., return_lse: Literal[True]
     ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = ..., return_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, return_lse: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -154,6 +158,8 @@ class PrefillPlan:
         """
         try:
             result, lse = self._attention(q, k, v, out, return_lse)
+        except KernelError:
+            raise
         except Exception as error:
             raise self.adapter.error("failed", error) from error
         if not return_lse:
@@ -234,7 +240,7 @@ class PrefillAdapter(ABC):
         batch = Batch(
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, cu_seqlens_q_cpu, cu_seqlens_k_cpu
         )
-        plan_class = PrefillPlan
+        plan_class: type[PrefillPlan] = PrefillPlan
         if validate:
             from mla_prefill.backends import validation
 

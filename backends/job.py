@@ -201,9 +201,16 @@ def _run_and_compare(
 
     out, lse = _one_layer(_plans(adapter, new, chunks, validate=True), q)
     report("comparing with float32 full attention")
-    k, v, cu_seqlens = _joined([*chunks, new])
+    parts = [*chunks, new]
+    lengths = [part.lengths for part in parts]
     truth, true_lse = reference_attention(
-        q, k, v, new.cu_seqlens, cu_seqlens, causal=True, softmax_scale=adapter.softmax_scale
+        q,
+        by_sequence([part.k for part in parts], lengths),
+        by_sequence([part.v for part in parts], lengths),
+        new.cu_seqlens,
+        torch.stack([part.cu_seqlens for part in parts]).sum(0),
+        causal=True,
+        softmax_scale=adapter.softmax_scale,
     )
     error = float((out.float() - truth).norm() / truth.norm())
     lse_error = float(torch.where(lse == true_lse, 0.0, (lse - true_lse).abs()).max())
@@ -244,23 +251,16 @@ def _random_keys(adapter: PrefillAdapter, lengths: Sequence[int], generator: tor
     tokens, heads, dims = sum(lengths), adapter.num_heads, adapter.dims
     kv = _random(adapter, (tokens, heads, dims.qk_nope_head_dim + dims.v_head_dim), generator)
     k_pe = _random(adapter, (tokens, 1, dims.qk_rope_head_dim), generator)
-    k_nope, v = kv.split([dims.qk_nope_head_dim, dims.v_head_dim], dim=-1)
+    k_nope, v = kv[..., : dims.qk_nope_head_dim], kv[..., dims.qk_nope_head_dim :]
     k = torch.cat([k_nope, k_pe.expand(-1, heads, -1)], dim=-1)
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=adapter.device)
     return _Keys(k, v, tuple(lengths), cu_seqlens)
 
 
-def _joined(parts: Sequence[_Keys]) -> tuple[Tensor, Tensor, Tensor]:
-    """K, V and cu_seqlens with each sequence's parts one after another."""
-    k, v = (
-        torch.cat([piece for pieces in zip(*columns, strict=True) for piece in pieces])
-        for columns in (
-            [part.k.split(part.lengths) for part in parts],
-            [part.v.split(part.lengths) for part in parts],
-        )
-    )
-    cu_seqlens = torch.stack([part.cu_seqlens for part in parts]).sum(0)
-    return k, v, cu_seqlens
+def by_sequence(tensors: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
+    """Ragged tensors joined sequence by sequence: all parts of the first one, then of the second ..."""
+    split = [torch.split(tensor, list(part)) for tensor, part in zip(tensors, lengths, strict=True)]
+    return torch.cat([piece for pieces in zip(*split, strict=True) for piece in pieces])
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
