@@ -398,7 +398,8 @@ def every_kernel_has_its_place(sheets: Sheets) -> Findings:
                 at = (*path, "order", j) if j < len(raw["order"]) else (*path, "on_request")
                 yield source.finding(source.locate(at), "X341", f"{name} runs on none of {raw['arch']}", "remove it")
             if placed.index(name) != j:
-                yield source.finding(source.locate(path), "X341", f"{name} has two places", "keep one")
+                mark = source.locate((*path, "order", placed.index(name)))
+                yield source.finding(mark, "X341", f"{name} has two places", "keep one")
     for source, path, _ in sheets.items("architectures"):
         if not plain[str(path[1])]:
             mark = source.locate(path, key=True)
