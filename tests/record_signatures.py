@@ -2,10 +2,10 @@
 
     python tests/record_signatures.py ARCHIVE...
 
-An archive is a wheel or sdist as an index has it (``pip download --no-deps``; an sdist whose metadata step needs torch is
-fetched by its link), named DISTRIBUTION-VERSION... Nothing in it is imported or run: Python is read with ``ast``,
-registered ops by the schema text in their binary or source, C++ bindings by their parameter list. What is read of which
-distribution stands in ``SOURCES``; each archive becomes ``data/signatures/DISTRIBUTION-VERSION.json``.
+An archive is a wheel or sdist as an index has it (``pip download --no-deps``; an sdist whose metadata step needs torch
+is fetched by its link), named DISTRIBUTION-VERSION... Nothing in it is imported or run: Python is read with ``ast``,
+registered ops by the schema text in their binary or source, C++ bindings by their parameter list. What is read of
+which distribution stands in ``SOURCES``; each archive becomes ``data/signatures/DISTRIBUTION-VERSION.json``.
 
 flash-attn-3 is an empty placeholder on PyPI and amd-aiter an old development version, so for these an archive of the
 repository at a commit was used, named by the commit::
@@ -28,9 +28,9 @@ from typing import Any
 
 DATA = Path(__file__).parent / "data" / "signatures"
 
-#: distribution -> what to read: "functions" of Python modules (file: names), "ops" (namespace::name: file that holds the
-#: schema text), "bindings" (C++ function: file, and the Python file and attribute that calls it), "lists" (the literals that
-#: a function puts into one of its variables: the arguments of a compiled function).
+#: distribution -> what to read: "functions" of Python modules (file: names), "ops" (namespace::name: file that holds
+#: the schema text), "bindings" (C++ function: file, and the Python file and attribute that calls it), "lists" (the
+#: literals that a function puts into one of its variables: the arguments of a compiled function).
 SOURCES: dict[str, dict[str, dict[str, Any]]] = {
     "flash-attn": {
         "functions": {"flash_attn/flash_attn_interface.py": ["flash_attn_varlen_func", "FlashAttnVarlenFunc.forward"]},
@@ -218,17 +218,16 @@ def cpp_parameters(text: str, function: str) -> list[str]:
 def call_of(tree: ast.Module, attribute: str) -> tuple[list[str], list[str]]:
     """How the package's own Python calls ``something.attribute(...)``: the arguments, and the names of the results."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            if isinstance(node.value.func, ast.Attribute) and node.value.func.attr == attribute:
-                target = node.targets[0]
-                assert isinstance(target, ast.Tuple)
-                return [ast.unparse(value) for value in node.value.args], [ast.unparse(name) for name in target.elts]
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Tuple):
+            call, names = node.value, node.targets[0].elts
+            if isinstance(call.func, ast.Attribute) and call.func.attr == attribute:
+                return [ast.unparse(value) for value in call.args], [ast.unparse(name) for name in names]
     raise SystemExit(f"no call of {attribute}")
 
 
 def list_literals(function: ast.FunctionDef, variable: str) -> Iterator[list[str]]:
-    """What ``variable = [...]``, ``variable.append(...)`` and ``variable.extend([...])`` put in, in the order of the text."""
-    for node in ast.walk(function):
+    """What ``variable = [...]``, ``variable.append(...)`` and ``variable.extend([...])`` put in, in text order."""
+    for node in sorted(ast.walk(function), key=lambda node: getattr(node, "lineno", 0)):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
             if ast.unparse(node.targets[0]) == variable:
                 yield [ast.unparse(item) for item in node.value.elts]
@@ -240,8 +239,8 @@ def list_literals(function: ast.FunctionDef, variable: str) -> Iterator[list[str
 def to_json(record: dict[str, Any]) -> str:
     """Indented, with one line a parameter, so that a change reads well in a diff."""
     text = json.dumps(record, indent=1)
-    for entry in (r"\{(\s+\"name\": [^{}]*?)\s+\}", r"\[([^\[\]{}]*?)\s+\]"):
-        text = re.sub(entry, lambda match: match[0][0] + re.sub(r"\s*\n\s*", " ", match[1]).strip() + match[0][-1], text)
+    for entry in (r"(\{)(\s+\"name\": [^{}]*?)\s+(\})", r"(\[)([^\[\]{}]*?)\s+(\])"):
+        text = re.sub(entry, lambda match: match[1] + " ".join(match[2].split()) + match[3], text)
     return text
 
 
