@@ -14,8 +14,19 @@ __all__ = ["KernelError", "load", "merge_attention_states"]
 
 #: kernel -> "module:class" of its adapter in this folder; a string, so that listing imports nothing.
 ADAPTERS = {
+    "aiter": "aiter:Aiter",
+    "cudnn": "cudnn:Cudnn",
+    "fa2": "flash_attn:FlashAttention2",
+    "fa3": "flash_attn:FlashAttention3",
+    "fa4": "flash_attn:FlashAttention4",
+    "flashinfer_cudnn": "flashinfer:FlashInfer",
+    "flashinfer_cutlass": "flashinfer:FlashInfer",
+    "flashinfer_fa2": "flashinfer:FlashInfer",
+    "flashinfer_fa3": "flashinfer:FlashInfer",
+    "tokenspeed_mla": "tokenspeed_mla:TokenspeedMLA",
     "torch_efficient": "torch_sdpa:TorchEfficient",
     "torch_math": "torch_sdpa:TorchMath",
+    "trtllm_ragged": "trtllm_ragged:TrtllmRagged",
 }
 
 
