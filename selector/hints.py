@@ -51,34 +51,43 @@ def _tried(decision: Decision, verdict: Verdict) -> Iterator[Hint]:
 
 
 def _proposals(decision: Decision, verdict: Verdict) -> Iterator[Proposal]:
+    """What could cure all reasons against this candidate together."""
     request, environment, candidate = decision.request, decision.environment, verdict.candidate
     name = f"{candidate.backend}/{candidate.kernel}"
     codes = {reason.code for reason in verdict.reasons}
     offers = _offers(decision, candidate.kernel)
+    ask = ""
+    if "not-requested" in codes:
+        codes.remove("not-requested")
+        overrides = environment.overrides._replace(backend=None, fa_version=None)
+        request = _changed(request, backend=candidate.kernel, fa_version=None)
+        environment = environment.replace(overrides=overrides)
+        ask = f"ask for {name}"
+        if not codes:
+            yield ask, request, environment
+            return
+        ask += " and "
     if codes <= _CURED_BY_AN_INSTALL and environment.packages is not None:
         for offer in offers:
             version = versions.floor(versions.split(offer.requirement)[1]) or "0"
             installed = {**(environment.installed or {}), offer.distribution: version}
-            yield f"install {offer.requirement} for {name}", request, environment.replace(installed=installed)
+            text = f"{ask}install {offer.requirement}" + ("" if ask else f" for {name}")
+            yield text, request, environment.replace(installed=installed)
     if codes == {"kernel-import-failed"}:
         broken = dict(environment.import_errors)
         repaired = [offer.distribution for offer in offers if broken.pop(offer.distribution, None)]
-        text = f"reinstall {', '.join(repaired)} for the PyTorch at hand: {name}"
+        text = f"{ask}reinstall {', '.join(repaired)} for the PyTorch at hand: {name}"
         yield text, request, environment.replace(import_errors=broken)
-    if "disabled-by-user" in codes:
+    if codes == {"disabled-by-user"}:
         overrides = environment.overrides._replace(disable=())
-        yield f"unset MLA_PREFILL_DISABLE for {name}", request, environment.replace(overrides=overrides)
+        yield f"{ask}unset MLA_PREFILL_DISABLE for {name}", request, environment.replace(overrides=overrides)
     if codes == {"dtype-unsupported"}:
         for dtype in candidate.dtypes:
-            yield f"ask for dtype {dtype}: {name}", _changed(request, dtype=dtype), environment
+            yield f"{ask}use dtype {dtype}: {name}", _changed(request, dtype=dtype), environment
     if codes == {"feature-missing"}:
         kept = tuple(need for need in request.needs if need in candidate.provides)
         missing = ", ".join(sorted(set(request.needs) - set(kept)))
-        yield f"do without {missing}: {name}", _changed(request, needs=kept), environment
-    if codes == {"not-requested"}:
-        overrides = environment.overrides._replace(backend=None, fa_version=None)
-        changed = _changed(request, backend=candidate.kernel, fa_version=None)
-        yield f"ask for {name}", changed, environment.replace(overrides=overrides)
+        yield f"{ask}do without {missing}: {name}", _changed(request, needs=kept), environment
 
 
 def _offers(decision: Decision, kernel: str) -> tuple[Offer, ...]:

@@ -18,6 +18,7 @@ from mla_prefill.capabilities.load import load_matrix
 
 if TYPE_CHECKING:
     from mla_prefill import Decision, Environment, Matrix, MLADimensions, Request
+    from mla_prefill.backends.job import JobResult
 
 FINE, NEGATIVE, WRONG_USE = 0, 1, 2
 
@@ -362,8 +363,23 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"decision": decision.to_dict(), "result": result.to_dict()}, indent=2))
     else:
         print(decision.one_line().removeprefix("mla-prefill: "))
-        print(result)
+        print(_job_text(result))
     return FINE if result.ok else NEGATIVE
+
+
+def _job_text(result: JobResult) -> str:
+    """What an operator wants of the main job: did it run, was it right, how fast."""
+    batch = f"{len(result.sequences)} sequences, {result.new_tokens} new tokens over {result.context_tokens} of context"
+    return "\n".join(
+        [
+            f"backend  {result.backend}, kernel {result.kernel} from {result.provider} on {result.device}",
+            f"batch    {batch}, {result.num_heads} heads, {result.dtype}",
+            f"error    {result.error:.2e} of out (at most {result.tolerance:.0e}), "
+            f"{result.lse_error:.2e} of LSE (at most {result.lse_tolerance:.0e}), against float32 full attention",
+            f"speed    {result.tokens_per_second:,.0f} tokens per second in one layer ({result.seconds * 1e3:.2f} ms)",
+            "right" if result.ok else "WRONG: the error is above its tolerance",
+        ]
+    )
 
 
 def dims(options: argparse.Namespace) -> int:

@@ -1,0 +1,265 @@
+"""The command line as a user types it: output, streams and exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mla_prefill.capabilities.load import DATA_DIR
+from mla_prefill.cli import build_parser, main
+
+CONFIGS = Path(__file__).parent / "data" / "hf_configs"
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code, out, _ = call(capsys, *arguments, "--format", "json")
+    return code, json.loads(out)
+
+
+def test_select_json_is_the_documented_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = answer(capsys, "select", "--arch", "sm90", "--dims", "64,64,128")
+    assert code == 0
+    assert data["arch"] == "sm90"
+    assert data["chosen"] == {
+        "backend": "FLASH_ATTN", "kernel": "fa4", "fa_version": 4, "pad_v_to": None, "provider": None,
+        "requires": ["flash-attn-4>=4.0.0b5"],
+    }  # fmt: skip
+    assert data["request"] == {
+        "dims": [64, 64, 128], "dtype": "bfloat16", "fa_version": None, "backend": None, "needs": [], "policy": "default",
+    }  # fmt: skip
+    assert {"fingerprint", "schema_version"} == set(data["matrix"])
+    for candidate in data["candidates"]:
+        assert {"backend", "kernel", "fa_version", "verdict", "pad_v_to", "requires", "reasons"} <= set(candidate)
+        assert candidate["verdict"] in ("chosen", "eligible", "rejected")
+        assert all({"code", "message", "source"} == set(reason) for reason in candidate["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kernel"),
+    [
+        (["--gpu", "H200", "--model", "mistral_small_4"], "fa4"),
+        (["--gpu", "H200", "--model", "Mistral-Small-4-119B-2603", "--fa-version", "3"], "fa3"),
+        (["--arch", "sm_90a", "--model", "deepseek_v3", "--installed", "fa3-fwd==0.0.3"], "fa3"),
+        (["--arch", "sm90", "--config", str(CONFIGS / "minicpm3.json"), "--backend", "TORCH_SDPA"], "torch_efficient"),
+        (["--arch", "cpu", "--dims", "64, 32, 64", "--dtype", "fp32"], "torch_math"),
+        (["--arch", "gfx942", "--model", "DeepSeek-V3"], "aiter"),
+        (["--dims", "64,64,128", "--arch", "sm90", "--needs", "lse,context_chunk"], "fa4"),
+    ],
+)
+def test_select(capsys: pytest.CaptureFixture[str], arguments: list[str], kernel: str) -> None:
+    code, data = answer(capsys, "select", *arguments)
+    assert (code, data["chosen"]["kernel"]) == (0, kernel)
+    code, out, _ = call(capsys, "select", *arguments)
+    assert code == 0
+    assert f"/{kernel}" in out
+    code, out, _ = call(capsys, "select", *arguments, "--explain")
+    assert "turned down:" in out
+
+
+def test_no_backend_is_exit_1_with_the_json_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "torch==2.4.0")
+    code, data = answer(capsys, *arguments)
+    assert (code, data["chosen"]) == (1, None)
+    assert data["hints"]
+    code, out, _ = call(capsys, *arguments)
+    assert code == 1
+    assert "no backend is eligible" in out
+    assert "what would help:" in out
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
+def test_dims_of_every_config(capsys: pytest.CaptureFixture[str], path: Path) -> None:
+    """The answers themselves are held by test_model_configs.py; here the command and its exit codes."""
+    code, data = answer(capsys, "dims", str(path))
+    assert code == (0 if data["is_mla"] else 1)
+    text_code, out, _ = call(capsys, "dims", str(path))
+    assert text_code == code
+    if data["is_mla"]:
+        assert data["block"] is not None
+        assert str(tuple(data["dims"])) in out
+        assert call(capsys, "select", "--arch", "sm90", "--config", str(path))[0] == 0
+    else:
+        assert set(data) == {"is_mla", "reason"}
+        assert data["reason"] in out
+        assert call(capsys, "select", "--arch", "sm90", "--config", str(path))[0] == 1
+
+
+USAGE = [
+    (["select", "--arch", "sm9", "--dims", "64,64,128"], "did you mean sm90?"),
+    (["select", "--gpu", "H2OO", "--dims", "64,64,128"], "unknown GPU"),
+    (["select", "--arch", "sm90", "--dims", "64,64"], "three numbers"),
+    (["select", "--arch", "sm90", "--dims", "64,64,-1"], "three numbers"),
+    (["select", "--arch", "sm90", "--dims", "64,64,99999"], "between 0 and 4096"),
+    (["select", "--arch", "sm90", "--dims", "0,0,128"], "a head cannot be 0 wide"),
+    (["select", "--arch", "sm90", "--model", "mistral_smal_4"], "mistral_small_4"),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--dtype", "bf61"], "did you mean"),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--backend", "FLASH_ATT"], "did you mean FLASH_ATTN?"),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--fa-version", "9"], "known: 2, 3, 4"),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--fa-version", "x"], "--fa-version"),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--needs", "lze"], "did you mean lse?"),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "flash-attn"], "DIST==VERSION"),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "flash-atn==2"], "did you mean flash-attn?"),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "flash-attn==new"], "not a version"),
+    (["select", "--arch", "sm90"], "--dims"),
+    (["select", "--arch", "sm90", "--dims", "1,2,3", "--model", "x"], "not allowed with"),
+    (["selct"], "selct"),
+    ([], "COMMAND"),
+    (["dims", "/nowhere/config.json"], "/nowhere/config.json"),
+    (["table", "--arch", "sm9"], "did you mean sm90?"),
+    (["table", "--model", "mistral_4"], "did you mean"),
+    (["check", "/nowhere"], "/nowhere"),
+    (["table", "--matrix", "/nowhere"], "/nowhere"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), USAGE, ids=[" ".join(a[:6])[-40:] for a, _ in USAGE])
+def test_wrong_usage_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert len(err.strip().split("\n")) == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"not json", b"[1, 2]", b'"text"', b"\xff\xfe\x00", b'{"qk_nope_head_dim": -1, "qk_rope_head_dim": 64, "v_head_dim": 64, "kv_lora_rank": 512}',
+     b'{"qk_nope_head_dim": "64", "qk_rope_head_dim": 64, "v_head_dim": 64, "kv_lora_rank": 512}',
+     b'{"qk_nope_head_dim": 1000000000000, "qk_rope_head_dim": 64, "v_head_dim": 64, "kv_lora_rank": 512}', b"[" * 100_000],
+    ids=["empty", "text", "list", "string", "bytes", "negative", "strings", "huge", "deep"],
+)  # fmt: skip
+def test_a_bad_config_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    for command in (["dims", str(path)], ["select", "--arch", "sm90", "--config", str(path)]):
+        code, out, err = call(capsys, *command)
+        assert (code, out) == (2, "")
+        assert str(path) in err
+        assert len(err.strip().split("\n")) == 1
+
+
+def test_check_of_the_shipped_data_and_of_a_broken_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = call(capsys, "check")
+    assert code == 0
+    assert out.strip().split("\n")[-1].startswith("0 errors")
+    folder = tmp_path / "data"
+    shutil.copytree(DATA_DIR, folder)
+    (folder / "matrix.yaml").write_text("a: [\n")
+    for form in ("text", "json", "github", "sarif"):
+        code, out, _ = call(capsys, "check", str(folder), "--format", form)
+        assert code == 1
+        assert "Y101" in out
+    code, out, _ = call(capsys, "check", str(folder / "matrix.yaml"))
+    assert code == 1
+
+
+def test_a_broken_matrix_stops_a_query_with_its_findings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "matrix.yaml"
+    path.write_text("schema_version: 1\nmatrix: {x: {dims: {qk_nope: no}}}\n")
+    code, out, err = call(capsys, "select", "--arch", "sm90", "--dims", "64,64,128", "--matrix", str(path))
+    assert (code, out) == (2, "")
+    assert f"{path}:2:30: Y104" in err
+
+
+def test_environment_variables_reach_the_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLA_PREFILL_FA_VERSION", "2")
+    code, data = answer(capsys, "select", "--arch", "sm90", "--dims", "64,64,128")
+    assert (code, data["chosen"]["kernel"]) == (0, "fa2")
+    assert data["constraints"][0]["origin"] == "environment variable MLA_PREFILL_FA_VERSION"
+    monkeypatch.setenv("MLA_PREFILL_FAVERSION", "2")
+    code, _, err = call(capsys, "select", "--arch", "sm90", "--dims", "64,64,128")
+    assert code == 2
+    assert "did you mean MLA_PREFILL_FA_VERSION?" in err
+
+
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "table", "--arch", "sm90", "--model", "deepseek_v3")
+    assert code == 0
+    assert "fa2 (V to 192)" in out
+    code, out, _ = call(capsys, "table", "--arch", "9.0", "--format", "md")
+    assert out.startswith("| block | dims | arch |")
+    code, data = answer(capsys, "table")
+    assert len(data["cells"]) > 300
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = answer(capsys, "env")
+    assert code == 0
+    assert {p["distribution"] for p in data["providers"]} >= {"flash-attn", "flash-attn-4", "torch"}
+    code, out, _ = call(capsys, "env")
+    assert "matrix" in out
+
+
+def test_run_does_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="the main job computes with PyTorch")
+    code, out, err = call(
+        capsys,
+        "run",
+        "--config",
+        str(CONFIGS / "mistral_small_4.json"),
+        "--heads",
+        "4",
+        "--device",
+        "cpu",
+        "--format",
+        "json",
+    )
+    assert code == 0, err
+    data = json.loads(out)
+    assert data["decision"]["chosen"]["backend"] == "TORCH_SDPA"
+    assert data["result"]["ok"] is True
+    assert data["result"]["tokens_per_second"] > 0
+    code, out, _ = call(capsys, "run", "--dims", "64,32,64", "--heads", "2", "--device", "cpu", "--dtype", "float32")
+    assert code == 0
+    assert "tokens per second" in out
+
+
+def test_run_of_what_cannot_run_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "run", "--model", "deepseek_v3", "--backend", "FLASH_ATTN", "--device", "cpu")
+    assert code == 1
+    assert "no backend is eligible" in out
+
+
+@pytest.mark.parametrize("command", ["run", "select", "dims", "table", "check", "env"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        build_parser().parse_args([command, "--help"])
+    assert stopped.value.code == 0
+    assert "usage: mla-prefill" in capsys.readouterr().out
+
+
+def test_the_installed_command_and_the_module_are_the_same() -> None:
+    for command in (["-m", "mla_prefill"], ["-c", "import sys; from mla_prefill.cli import main; sys.exit(main())"]):
+        done = subprocess.run(
+            [sys.executable, *command, "select", "--arch", "sm90", "--dims", "64,64,128"],
+            capture_output=True, text=True, cwd="/", check=False,
+        )  # fmt: skip
+        assert done.returncode == 0
+        assert done.stdout.startswith("FLASH_ATTN/fa4")
+        assert done.stderr == ""
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = f"{sys.executable} -m mla_prefill table --format json | head -c 10"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {code}"], capture_output=True, text=True, cwd="/", check=False
+    )
+    assert done.stderr == ""

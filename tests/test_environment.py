@@ -1,0 +1,165 @@
+"""Finding out what a machine offers: metadata only, broken packages included, nothing heavy imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from mla_prefill import Environment, Request, load_matrix
+from mla_prefill.selector import detection
+from mla_prefill.selector.engine import decide
+from mla_prefill.selector.environment import report, report_text
+from mla_prefill.selector.probe import import_error, probe
+
+MATRIX = load_matrix()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages that comes first on sys.path, here and in child processes."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def install(site: Path, distribution: str, version: str, files: dict[str, str]) -> None:
+    """Lays out what pip would: modules and the distribution's metadata."""
+    info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    for name, text in files.items():
+        path = site / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+
+
+def test_c45_the_distribution_decides_not_the_module(site: Path) -> None:
+    """FlashAttention 2.8.3 ships flash_attn/cute, whose import raises with a newer DSL: FA2 is there, FA4 is not."""
+    broken = "raise AttributeError(\"module 'cutlass' has no attribute 'CACHE'\")"
+    install(site, "flash-attn", "2.8.3", {"flash_attn/__init__.py": "", "flash_attn/cute/__init__.py": broken})
+    installed = detection.installed(MATRIX.distributions)
+    assert installed["flash-attn"] == "2.8.3"
+    assert "flash-attn-4" not in installed
+    assert "flash_attn" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise ImportError('undefined symbol: _ZN3c104cuda')", "ImportError: undefined symbol: _ZN3c104cuda"),
+        ("raise OSError('libcudart.so.13: cannot open shared object file')", "OSError: libcudart.so.13"),
+        ("undefined_name", "NameError: name 'undefined_name' is not defined"),
+        ("None.attribute", "AttributeError:"),
+        ("len(1)", "TypeError:"),
+        ("import os; os._exit(7)", "status 7"),
+        ("raise SystemExit(4)", "SystemExit: 4"),
+    ],
+)
+def test_c35_c47_whatever_an_import_raises_is_kept_as_text(site: Path, body: str, says: str) -> None:
+    install(site, "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": f"import sys\n{body}\n"})
+    said: list[str] = []
+    errors = probe(MATRIX, {"fa3-fwd": "0.0.3"}, said.append)
+    assert says in errors["fa3-fwd"]
+    assert "\n" not in errors["fa3-fwd"]
+    assert said == ["importing fa3_fwd_interface of fa3-fwd 0.0.3"]
+    environment = Environment("sm90", {"fa3-fwd": "0.0.3", "torch": "2.11.0"}, errors)
+    decision = decide(Request((128, 64, 128)), environment, MATRIX)
+    assert decision.chosen is not None
+    assert decision.chosen.kernel == "fa2"
+    assert says in "".join(r.message for v in decision.rejected for r in v.reasons)
+
+
+def test_c48_a_package_that_works_is_no_error_and_is_imported_in_the_child_only(site: Path) -> None:
+    install(site, "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": ""})
+    assert probe(MATRIX, {"fa3-fwd": "0.0.3"}, lambda _: None) == {}
+    assert "fa3_fwd_interface" not in sys.modules
+
+
+def test_an_import_that_hangs_ends(site: Path) -> None:
+    install(site, "slow", "1", {"slow_module.py": "import time; time.sleep(60)"})
+    assert "longer than" in str(import_error(["slow_module"], timeout_s=0.5))
+
+
+def test_metadata_cut_short_hides_no_other_package(site: Path) -> None:
+    install(site, "flash-attn-3", "3.0.0", {})
+    install(site, "fa3-fwd", "0.0.3", {})
+    (site / "flash_attn_3-3.0.0.dist-info" / "METADATA").write_bytes(b"\xff\xfe")
+    installed = detection.installed(["flash-attn-3", "fa3-fwd"])
+    assert installed["fa3-fwd"] == "0.0.3"
+
+
+def test_a_query_imports_no_torch_no_yaml_no_schema() -> None:
+    """Only metadata is read: cold start stays cold."""
+    code = (
+        "import sys; from mla_prefill import *; "
+        "d = select(Request((64, 64, 128)), Environment('sm90', {'torch': '2.11.0'})); "
+        "Environment.detect(); "
+        "bad = {'torch', 'yaml', 'jsonschema', 'numpy', 'flash_attn', 'flashinfer'} & set(sys.modules); "
+        "assert not bad, bad; print(d.chosen.kernel)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "fa2"
+
+
+@pytest.mark.parametrize(
+    ("value", "first"), [("", None), ("-1", None), ("3,1", "3"), ("GPU-1234", "GPU-1234"), (None, "0")]
+)
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch, value: str | None, first: str | None) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert detection._first_visible("CUDA_VISIBLE_DEVICES") == first
+
+
+def test_hidden_gpus_mean_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert detection.architecture()[0] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("target", "arch"),
+    [(90402, "gfx942"), (90500, "gfx950"), (90010, "gfx90a"), (120500, "gfx1250"), (110000, "gfx1100")],
+)
+def test_amd_targets_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: int, arch: str) -> None:
+    for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    for node, version in (("0", 0), ("1", target)):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "properties").write_text(f"cpu_cores_count 8\ngfx_target_version {version}\n")
+    found = detection._from_amd_driver(tmp_path)
+    assert found is not None
+    assert found[0] == arch
+
+
+def test_this_machine_answers() -> None:
+    environment = Environment.detect()
+    assert environment.arch
+    assert environment.installed is not None
+    assert Environment.detect(arch="sm90").detected_by == "explicit"
+
+
+def test_the_report_can_be_pasted_into_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PREFILL_DISABLE", "fa2")
+    environment = Environment("sm90", {"fa3-fwd": "0.0.3"}, {"fa3-fwd": "ImportError: no"}, device="H200")
+    data = report(environment, MATRIX)
+    assert data["arch"] == "sm90"
+    assert data["matrix"]["fingerprint"] == MATRIX.fingerprint
+    assert data["variables"]["MLA_PREFILL_DISABLE"] == "fa2"
+    text = report_text(data)
+    for part in (
+        "sm90 H200",
+        "fa3-fwd",
+        "0.0.3",
+        "import fails: ImportError: no",
+        "MLA_PREFILL_DISABLE=fa2",
+        "not installed",
+    ):
+        assert part in text
+    assert os.linesep == "\n" or text
