@@ -228,3 +228,10 @@ def test_every_lse_has_a_convention(matrix: Matrix) -> None:  # C37
         "flashinfer_cudnn",
         "trtllm_ragged",
     }
+
+
+def test_a_kernel_provides_whatever_one_of_its_packages_does(matrix: Matrix) -> None:
+    for kernel in matrix.kernels.values():
+        for provider in kernel.providers:
+            assert (provider.provides or frozenset()) <= kernel.provides, provider.distribution
+            assert set(provider.dtypes or ()) <= set(kernel.dtypes), provider.distribution
