@@ -31,6 +31,10 @@ from mla_prefill.capabilities.model import (
 )
 
 
+#: A kernel that is given a padded V writes rows as wide as qk, so never into the caller's buffer.
+_LOST_BY_PADDING = frozenset({"out"})
+
+
 class UnknownNameError(ValueError):
     """An architecture, GPU, backend, kernel, block or model that nobody declared. The text names the nearest one."""
 
@@ -237,7 +241,7 @@ class Matrix:
             requires=(),
             provider=None,
             dtypes=(limit and limit.dtypes) or kernel.dtypes,
-            provides=kernel.provides,
+            provides=kernel.provides - _LOST_BY_PADDING if fit and fit.pad_v_to else kernel.provides,
             lse=kernel.lse,
             proof=self.proof(kernel.name, arch, dims),
             source=row.source if row else kernel.source,
@@ -273,7 +277,7 @@ def _offer(
         candidate,
         requires=(name + advised,),
         dtypes=tuple(d for d in candidate.dtypes if provider.dtypes is None or d in provider.dtypes),
-        provides=candidate.provides if provider.provides is None else provider.provides,
+        provides=candidate.provides if provider.provides is None else candidate.provides & provider.provides,
     )
     return Offer(provider, name, specifier, name + advised, bad, described, replace(described, provider=name))
 

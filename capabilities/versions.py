@@ -9,6 +9,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(.*)\Z")
+_CEILING = re.compile(r"<\s*([^,=*\s]+)")
 _FLOOR = re.compile(r"(?:>=|==|~=)\s*([^,*]+?)(?:\.\*)?(?:,|\Z)")
 
 
@@ -60,6 +61,12 @@ def intersect(specifiers: tuple[str, ...]) -> str | None:
 def without(specifier: str, bad: str) -> str:
     """``specifier`` less a known-bad range, where one range can say so; else ``specifier`` as it is."""
     left = SpecifierSet(specifier).to_range().difference(SpecifierSet(bad).to_range())
+    for fixed in _CEILING.findall(bad):  # "from the fixed version on" reads better than the exact difference
+        later = intersect((specifier, f">={fixed}"))
+        low = floor(specifier)
+        reaches_the_floor = low is not None and contains(bad, low)
+        if later is not None and reaches_the_floor and SpecifierSet(later).to_range().difference(left).is_empty:
+            return later
     simple = None if left.is_empty else left.to_specifier_set()
     return specifier if simple is None else str(simple)
 

@@ -196,9 +196,10 @@ def _weigh(
     elif cell.order is not None and cell.on_request is not None and not (asked.backend or asked.fa_version):
         policy = f"on {arch} it is used on request only (policy: {cell.on_request})"
         reasons.append(Reason("not-requested", subject, policy, kernel.backend, cell.order.source))
-    for name in asked.disable:
-        if name in (kernel.backend, kernel.name):
-            reasons.append(Reason("disabled-by-user", subject, f"MLA_PREFILL_DISABLE={name}", name, None))
+    if disabled := tuple(name for name in asked.disable if name in (kernel.backend, kernel.name)):
+        reasons.append(
+            Reason("disabled-by-user", subject, "MLA_PREFILL_DISABLE=" + ",".join(disabled), kernel.name, None)
+        )
     if cell.limit is None:
         reasons.append(Reason("arch-unsupported", subject, kernel.arch, arch, kernel.source))
         return Verdict(candidate, "rejected", tuple(reasons))
@@ -209,8 +210,8 @@ def _weigh(
         reasons.append(Reason("no-rule", subject, "a row", f"{request.dims} on {arch}", None))
     if request.dtype not in candidate.dtypes:
         reasons.append(Reason("dtype-unsupported", subject, candidate.dtypes, request.dtype, cell.limit.source))
-    if missing := tuple(need for need in request.needs if need not in kernel.provides):
-        reasons.append(Reason("feature-missing", subject, kernel.provides, missing, kernel.source))
+    if missing := tuple(need for need in request.needs if need not in candidate.provides):
+        reasons.append(Reason("feature-missing", subject, candidate.provides, missing, kernel.source))
     if cell.fit is not None:
         stated = {reason.code for reason in reasons}
         offer, against = _offer(cell, request, subject, arch, installed, errors)

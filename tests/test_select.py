@@ -389,6 +389,13 @@ def test_an_unreadable_version_is_a_reason_not_a_crash() -> None:
     assert codes(decision, "fa4") == ["version-out-of-range"]
 
 
+def test_padded_v_cannot_be_written_in_place() -> None:
+    """A kernel given a padded V writes wider rows, never the caller's buffer."""
+    assert kernel(ask("sm90", MISTRAL, fa_version=3, needs=["out"])) == "fa3"
+    refused = ask("sm90", MINICPM, fa_version=3, needs=["out"])
+    assert codes(refused, "fa3") == ["feature-missing"]
+
+
 # ---- reasons ------------------------------------------------------------------------------------------------------
 
 ARCHES = sorted(MATRIX.architectures)
