@@ -84,6 +84,13 @@ def test_a_wrong_lse_base_shows() -> None:
     assert result.lse_error > result.lse_tolerance
 
 
+def test_a_wrong_lse_shows_where_nothing_is_merged() -> None:
+    """Out is right then, and the next chunk would not be (ROCm/aiter#3606)."""
+    result = run_chunked_prefill(with_lse(base="2"), num_heads=2, sequences=[SequenceLengths(9, ())])
+    assert result.error <= result.tolerance
+    assert not result.ok
+
+
 def test_a_wrong_lse_layout_shows_even_with_heads_equal_to_tokens() -> None:
     """vllm-project/vllm#57012: no shape error there."""
     result = run_chunked_prefill(with_lse(layout="tokens_heads"), num_heads=14, sequences=SMALL)

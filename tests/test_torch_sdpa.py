@@ -95,14 +95,14 @@ def test_torch_math_in_small_blocks(block_bytes: int, causal: bool, monkeypatch:
 
 
 def test_torch_math_does_not_hold_all_scores() -> None:
-    """16384 queries and keys: all scores would be 1 GiB a head."""
+    """16384 queries and keys: all scores would be 1 GiB. The largest operation allocates 64 MiB at most."""
     adapter = torch_math(MLADimensions(8, 0, 8), "float32", 1)
     tokens = 16384
     batch = Ragged.random(adapter, [tokens], None, causal=True)
     with torch.profiler.profile(profile_memory=True) as profile:
         batch.run(adapter)
     largest = max(event.self_cpu_memory_usage / event.count for event in profile.key_averages())
-    assert largest <= 2 * torch_sdpa.BLOCK_BYTES
+    assert largest <= 64 * 2**20
 
 
 # --- torch_efficient has no kernel for the CPU; its call can be held to the real operator's schema all the same. ---
@@ -140,6 +140,10 @@ class Oracle(base.PrefillAdapter):
         self.writes_out = False
 
     def prepare(self, batch: base.Batch) -> base.Attention:
+        # FA3 has another convention and FA4 before b10 crashed without any key: no kernel is asked then.
+        assert batch.max_seqlen_q > 0
+        assert batch.max_seqlen_k > 0
+
         def attention(q, k, v, out, return_lse):
             result, lse = reference_attention(
                 q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, causal=batch.causal, softmax_scale=self.softmax_scale
