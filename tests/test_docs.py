@@ -1,0 +1,137 @@
+"""The documentation says what the program does: examples are run, lists are compared."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mla_prefill import Environment, Request, load_matrix, select
+from mla_prefill.capabilities.findings import CODES
+from mla_prefill.capabilities.load import KINDS
+from mla_prefill.capabilities.schema import SCHEMA_DIR
+from mla_prefill.cli import build_parser, main
+from mla_prefill.selector.environment import VARIABLES
+from mla_prefill.selector.reasons import MEANINGS, REASONS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+
+
+def table(page: str, heading: str, columns: int) -> list[tuple[str, ...]]:
+    """The first cells of each line of the table under a heading, backticks removed."""
+    section = text_of(page).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [tuple(cell.strip().strip("`") for cell in line.strip("|").split(" | ")[:columns]) for line in lines]
+
+
+# ---- lists ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_finding_code_has_its_entry() -> None:
+    assert dict(table("docs/codes.md", "Findings", 2)) == CODES
+
+
+def test_every_reason_code_has_its_entry_in_order() -> None:
+    assert table("docs/codes.md", "Reasons", 2) == [(code, MEANINGS[code]) for code in REASONS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_of_the_data_is_described(kind: str) -> None:
+    schema = json.loads((SCHEMA_DIR / f"{kind}.schema.json").read_text(encoding="utf-8"))
+    described = set(re.findall(r"`([a-z_]+)", text_of("docs/matrix.md")))
+    assert set(properties(schema)) - described == set()
+
+
+def properties(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        yield from schema.get("properties", ())
+        for part in schema.values():
+            yield from properties(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from properties(part)
+
+
+def test_the_readme_lists_every_command() -> None:
+    commands = {name for action in build_parser()._actions for name in (action.choices or ())}
+    assert {cells[0].split()[0].strip("`") for cells in table("README.md", "Commands", 1)} >= commands
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/selecting.md"])
+def test_every_environment_variable_is_listed(page: str) -> None:
+    assert set(re.findall(r"`(MLA_PREFILL_\w+)`", text_of(page))) == set(VARIABLES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)#]*)(#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        path = page.parent / target[0] if target[0] else page
+        assert path.exists(), target
+        if anchor := target[1].removeprefix("#"):
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+# ---- examples -------------------------------------------------------------------------------------------------------
+
+
+def shown(text: str) -> str:
+    """Without line numbers and fingerprint, which any edit of the data moves."""
+    return re.sub(r"(?<=\.yaml:)\d+|(?<=^matrix )[0-9a-f]+", "N", text, flags=re.MULTILINE)
+
+
+def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (block for block in blocks("README.md", "console") if block.count("\n") > 2)
+    command, _, output = example.partition("\n")
+    assert main(shlex.split(command.removeprefix("$ mla-prefill "))) == 0
+    assert shown(output) == shown(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/selecting.md"])
+def test_python_examples_run(page: str) -> None:
+    """On the CPU, with a batch as the text describes it: 32 heads, two sequences of 3 and 4 tokens."""
+    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    q, k, v = (torch.randn(7, 32, 128, dtype=torch.bfloat16) for _ in range(3))
+    names: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 4, "max_seqlen_k": 4}
+    names |= {"q": q, "k": k, "v": v}
+    for block in blocks(page, "python"):
+        if "load(" in block:
+            names["decision"] = select(Request((64, 64, 128)), Environment("cpu", {"torch": torch.__version__}))
+        exec(block.replace('device="cuda"', 'device="cpu"'), names)
+    assert names["out"].shape == v.shape
+    assert names["lse"].shape == (32, 7)
+
+
+def test_the_block_of_the_readme_is_a_valid_overlay(tmp_path: Path) -> None:
+    (block,) = blocks("README.md", "yaml")
+    path = tmp_path / "my_model.yaml"
+    path.write_text(block, encoding="utf-8")
+    chosen = select(Request((96, 32, 96)), Environment("sm90"), load_matrix(extra=[path])).chosen
+    assert chosen is not None
+    assert chosen.backend == "FLASH_ATTN"
+
+
+def test_the_block_of_the_docs_is_valid(tmp_path: Path) -> None:
+    """Under another name and with dims that no shipped block has."""
+    (block,) = blocks("docs/matrix.md", "yaml")
+    block = block.replace("mistral_small_4", "site_model").replace(
+        "qk_nope: 64, qk_rope: 64", "qk_nope: 56, qk_rope: 72"
+    )
+    path = tmp_path / "site.yaml"
+    path.write_text("schema_version: 1\nmatrix:\n" + textwrap.indent(block, "  "), encoding="utf-8")
+    assert "site_model" in load_matrix(extra=[path]).blocks
