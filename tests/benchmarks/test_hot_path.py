@@ -33,12 +33,23 @@ def test_select_again_on_this_machine(median: Median, report: Report) -> None:
 def test_decide(median: Median, report: Report, matrix: Matrix) -> None:
     environment = Environment("sm90", INSTALLED)
     assert len(decide(Request(DIMS), environment, matrix).verdicts) == len(matrix.kernels)
-    report("select anew", median(decide, Request(DIMS), environment, matrix), 50e-6, "every reason, nothing cached")
+    report("select anew", median(decide, Request(DIMS), environment, matrix), 50e-6, "every reason of every kernel")
+
+
+def test_decide_for_new_dims(median: Median, report: Report, matrix: Matrix) -> None:
+    """The first question about an arch and dims also joins the two sheets for them; later ones find that done."""
+
+    def first_question() -> None:
+        matrix._cells.clear()
+        decide(Request(DIMS), Environment("sm90", INSTALLED), matrix)
+
+    report("select anew, first question about these dims", median(first_question), None, "joins the two sheets")
 
 
 def test_explain(median: Median, report: Report, matrix: Matrix) -> None:
-    decision = decide(Request(DIMS), Environment("sm90", INSTALLED), matrix)
-    report("explain", median(decision.explain), None, "text, with every hint tried")
+    decision = decide(Request(DIMS), Environment("sm90", {"torch": "2.13.0"}), matrix)
+    assert decision.hints
+    report("explain", median(decision.explain), None, f"text, with {len(decision.hints)} hints tried")
 
 
 def generated(rows: int) -> Matrix:
