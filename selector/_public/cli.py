@@ -116,6 +116,38 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--fix", action="store_true", help="mend what is mechanical (modelines, the compiled form)")
     _add_format(command, "text", "json", "github", "sarif")
 
+    command = _add(commands, "verify", verify, "run every allowed cell of this machine against float32 math")
+    _add_cells(command)
+    command.add_argument(
+        "--dtype", action="append", metavar="DTYPE", help="only this dtype (repeatable; default: what is offered)"
+    )
+    command.add_argument(
+        "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="limit for one cell (default 300)"
+    )
+    command.add_argument("--jobs", type=_positive, metavar="N", help="processes for each GPU (default: by CPU cores)")
+    command.add_argument(
+        "--build-only", action="store_true", help="build the cells for any architecture instead, without its GPU"
+    )
+    command.add_argument(
+        "--arch", action="append", metavar="ARCH", help="with --build-only: only this architecture (repeatable)"
+    )
+    _add_output(command, "evidence record")
+    _add_matrix(command)
+    _add_format(command)
+
+    command = _add(commands, "bench", bench, "time the eligible kernels on this machine; profile, table and plot")
+    _add_cells(command)
+    command.add_argument("--quick", action="store_true", help="three shapes and fewer repetitions")
+    command.add_argument(
+        "--budget", type=_seconds, metavar="SECONDS", help="limit for everything, spread evenly over the dims"
+    )
+    command.add_argument(
+        "--layers", type=_positive, default=60, metavar="N", help="layers that share a plan's cost (default 60)"
+    )
+    _add_output(command, "profile")
+    _add_matrix(command)
+    _add_format(command)
+
     command = _add(commands, "env", env, "architecture, packages, versions, import errors, overrides, fingerprint")
     command.add_argument(
         "--probe",
@@ -168,6 +200,21 @@ def _add_dims(command: argparse.ArgumentParser) -> None:
     group.add_argument("--config", metavar="CONFIG", help="the model's config.json (or its folder)")
 
 
+def _add_cells(command: argparse.ArgumentParser) -> None:
+    """Which cells, by what is repeatable; nothing means all."""
+    command.add_argument("--kernel", action="append", metavar="KERNEL", help="only this kernel (repeatable)")
+    command.add_argument("--dims", action="append", metavar="NOPE,ROPE,V", help="only these head dims (repeatable)")
+    command.add_argument("--model", action="append", metavar="NAME", help="only this model's dims (repeatable)")
+
+
+def _add_output(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument(
+        "--output",
+        metavar="FILE|DIR",
+        help=f"where the {what} goes (default: the data folder of a writable checkout, else here)",
+    )
+
+
 def _add_target(command: argparse.ArgumentParser) -> None:
     group = command.add_mutually_exclusive_group()
     group.add_argument("--gpu", metavar="NAME", help="a product such as H200 or L40S (default: this machine)")
@@ -198,6 +245,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 4096:
         raise argparse.ArgumentTypeError(f"must be a number from 1 to 4096, got {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e7:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return seconds
 
 
 # ---- from options to values -------------------------------------------------------------------------------------
@@ -253,6 +310,17 @@ def _named_model(name: str, matrix: Matrix) -> tuple[MLADimensions, int | None]:
         why = record.get("reason") or record.get("note") or "they were not published"
         raise _NegativeAnswerError(f"{name} ({family}) has no known MLA dims: {why}; give its --config")
     return MLADimensions(*record["dims"]), record.get("num_attention_heads")
+
+
+def _cells(options: argparse.Namespace, matrix: Matrix) -> tuple[list[str], list[MLADimensions]]:
+    """(kernels, dims) of the repeatable --kernel, --dims and --model."""
+    kernels: list[str] = options.kernel or []
+    for kernel in kernels:
+        if kernel not in matrix.kernels:
+            raise UsageError(f"unknown kernel {kernel!r}; {nearest(kernel, matrix.kernels)}")
+    wanted = [_typed_dims(text) for text in options.dims or []]
+    wanted += [_named_model(name, matrix)[0] for name in options.model or []]
+    return kernels, list(dict.fromkeys(wanted))
 
 
 class _NegativeAnswerError(Exception):
@@ -437,6 +505,96 @@ def check(options: argparse.Namespace) -> int:
         findings += checks.check_path(path)
     print(FORMATS[options.format](findings))
     return NEGATIVE if any(f.severity == "error" for f in findings) else FINE
+
+
+def verify(options: argparse.Namespace) -> int:
+    from mla_prefill.backends import KernelError
+    from mla_prefill.backends import verify as sweep
+
+    matrix = _matrix(options)
+    if options.build_only:
+        return _build(options, matrix)
+    if options.arch:
+        raise UsageError("--arch goes with --build-only: without it, verify runs on the GPU at hand")
+    from mla_prefill import Environment
+    from mla_prefill.selector.request import dtype_name
+
+    try:
+        wanted = sweep.Wanted(*_cells(options, matrix), [dtype_name(d) for d in options.dtype or ()])
+        record = sweep.verify(
+            matrix,
+            Environment.detect(matrix.distributions),
+            wanted,
+            setup={"matrix": options.matrix or _overrides().matrix, "extra": options.extra},
+            timeout_s=options.timeout,
+            jobs=options.jobs,
+            report=_progress,
+        )
+    except (KernelError, _NegativeAnswerError) as error:
+        _progress(f"mla-prefill: {_one_line(error)}")
+        return NEGATIVE
+    print(json.dumps(record, indent=2) if options.format == "json" else sweep.table(record))
+    _progress(f"evidence: {sweep.written(record, options.output)}")
+    return FINE if sweep.all_fine(record) else NEGATIVE
+
+
+def _build(options: argparse.Namespace, matrix: Matrix) -> int:
+    """Builds instead of runs; needs no GPU."""
+    from mla_prefill.backends import builds
+    from mla_prefill.backends import verify as sweep
+
+    arches = [matrix.arch(arch) for arch in options.arch] if options.arch else None
+    written = builds.prove(matrix, arches, _progress)
+    if options.format == "json":
+        print(json.dumps(written, indent=2))
+    for record in written:
+        if options.format == "text":
+            print(sweep.build_table(record))
+        _progress(f"evidence: {sweep.written(record, options.output)}")
+    return FINE if all(map(sweep.all_built, written)) else NEGATIVE
+
+
+def bench(options: argparse.Namespace) -> int:
+    from mla_prefill import Environment
+    from mla_prefill.backends import bench as timing
+    from mla_prefill.backends import plot, records
+    from mla_prefill.capabilities.profiles import Profile
+
+    matrix = _matrix(options)
+    try:
+        kernels, wanted = _cells(options, matrix)
+    except _NegativeAnswerError as error:
+        _progress(f"mla-prefill: {error}")
+        return NEGATIVE
+    environment = Environment.detect(matrix.distributions)
+    arch = matrix.architectures[matrix.arch(environment.arch)]
+    path = records.target("measured", f"{environment.device or arch.id} {timing.today()}", options.output)
+    result = timing.Bench(
+        matrix,
+        environment,
+        timing.grid_for(arch.vendor != "cpu", options.quick),
+        kernels=kernels,
+        dims=wanted,
+        layers=options.layers,
+        budget_s=options.budget,
+        command=timing.command(options.quick, options.layers, kernels, wanted),
+        report=_progress,
+        save=lambda profile: records.write(path, records.lined(profile, "readings")),
+    ).run()
+    for text in result.skipped:
+        _progress(f"skipped: {text}")
+    if not result.profile["readings"]:
+        _progress("mla-prefill: nothing could be timed")
+        return NEGATIVE
+    profile = Profile(str(path), result.profile)
+    lost = timing.losses(profile, matrix, environment)
+    if options.format == "json":
+        print(json.dumps({"profile": result.profile, "skipped": result.skipped, "losses": timing.as_dicts(lost)}))
+    else:
+        print(timing.table(profile), timing.summary(profile, lost), sep="\n\n")
+    records.write(path.with_suffix(".svg"), plot.svg(profile))
+    _progress(f"profile: {path}, plot: {path.with_suffix('.svg')}")
+    return FINE
 
 
 def env(options: argparse.Namespace) -> int:

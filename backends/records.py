@@ -1,0 +1,102 @@
+"""What ``verify`` and ``bench`` state about the machine they ran on, and where they write their records."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from mla_prefill.capabilities.load import DATA_DIR
+from mla_prefill.capabilities.matrix import Matrix
+from mla_prefill.selector import detection
+
+#: Packages that provide no kernel and still decide how one behaves: compilers, cuDNN, prebuilt kernels.
+BENEATH = (
+    "apache-tvm-ffi",
+    "flashinfer-cubin",
+    "flashinfer-jit-cache",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "nvidia-cutlass-dsl",
+    "quack-kernels",
+    "triton",
+)
+
+
+def machine(device: torch.device) -> dict[str, str | None]:
+    """GPU, driver, and what PyTorch was built for; None for what a CPU has not."""
+    on_gpu = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "driver": driver_version() if on_gpu else None,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or getattr(torch.version, "hip", None),
+    }
+
+
+def driver_version() -> str | None:
+    """NVIDIA's driver, by NVML; None where there is none."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    version = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        found = nvml.nvmlSystemGetDriverVersion(version, ctypes.c_uint(len(version))) == 0
+        return version.value.decode() if found else None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def packages(matrix: Matrix) -> dict[str, str]:
+    """Every installed package that provides a kernel or lies beneath one, with its version."""
+    return detection.installed(sorted({*matrix.distributions, *BENEATH}))
+
+
+def target(kind: str, stem: str, output: str | Path | None = None, suffix: str = ".json") -> Path:
+    """A new file for a record: never one that exists, so that a partial sweep does not replace a full one.
+
+    Args:
+        kind: the folder below ``capabilities/data``: ``evidence`` or ``measured``.
+        stem: what the record is about and its date, in any spelling.
+        output: the user's file (ends in ``suffix``) or folder. None: the data folder of a checkout that can be written
+            to, else the working directory.
+    """
+    if output is not None and str(output).endswith(suffix):
+        return Path(output)
+    folder = Path(output) if output is not None else default_folder(kind)
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    names = (f"{name}{'' if i == 1 else f'-{i}'}{suffix}" for i in range(1, 10_000))
+    return next(folder / n for n in names if not (folder / n).exists())
+
+
+def default_folder(kind: str) -> Path:
+    in_checkout = (DATA_DIR.parent.parent / "pyproject.toml").is_file()
+    return DATA_DIR / kind if in_checkout and os.access(DATA_DIR, os.W_OK) else Path()
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def one_line(error: BaseException | str, limit: int = 400) -> str:
+    """A text without line breaks, cut in the middle where it is long: both ends of an error say something."""
+    text = " ".join(str(error).split())
+    half = (limit - 5) // 2
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
+
+
+def lined(record: dict[str, Any], key: str) -> str:
+    """JSON with one line for each entry of ``record[key]``, so that a change of one cell is a change of one line."""
+    from json import dumps
+
+    head = {name: value for name, value in record.items() if name != key}
+    entries = ",\n".join(f"  {dumps(entry)}" for entry in record[key])
+    opening = dumps(head, indent=1)[:-2]
+    return f'{opening},\n "{key}": [\n{entries}\n ]\n}}\n'

@@ -1,0 +1,129 @@
+"""Timing profiles: what ``mla-prefill bench`` measured on one GPU, in ``data/measured/*.json``.
+
+    {"schema_version": 1, "gpu": "NVIDIA H200", "arch": "sm90", "dtype": "bfloat16", "layers": 60,
+     "driver": ..., "torch": ..., "packages": {"flash-attn-4": "4.0.0b36", ...}, "command": ..., "date": "2026-11-30",
+     "readings": [{"dims": [128, 64, 128], "lengths": {"sequences": 8, "length": 512}, "heads": 16, "kernel": "fa4",
+                   "provider": "flash-attn-4", "eager_us": 65.9, "graph_us": 43.5, "host_us": 13.1, "plan_us": 80.2}]}
+
+``lengths`` is a list where they are mixed. All readings are causal new tokens with LSE. ``eager_us`` is one call
+between two CUDA events, launch included; ``graph_us`` a call inside a replayed CUDA graph (null: cannot be captured);
+``host_us`` until the call returns; ``plan_us`` what a batch costs once: planning, and what its first call costs more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from mla_prefill.capabilities.model import MLADimensions
+
+
+class Shape(NamedTuple):
+    """A batch of new tokens. ``length`` is the root mean square of its sequences' lengths: attention's work goes with
+    the square, so a batch of mixed lengths costs about what one of equal lengths with this number costs.
+    """
+
+    sequences: int
+    length: int
+    heads: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], heads: int) -> Shape:
+        return cls(len(lengths), max(1, round(math.sqrt(sum(n * n for n in lengths) / len(lengths)))), heads)
+
+    def distance(self, other: Shape) -> float:
+        """How far apart two shapes are: by the logarithms of their three numbers."""
+        return math.dist(*(tuple(map(math.log2, shape)) for shape in (self, other)))
+
+    def __str__(self) -> str:
+        return f"{self.sequences}x{self.length}, {self.heads} heads"
+
+
+class Reading(NamedTuple):
+    """One kernel in one shape; microseconds."""
+
+    dims: MLADimensions
+    lengths: tuple[int, ...]
+    heads: int
+    kernel: str
+    provider: str
+    eager_us: float
+    graph_us: float | None
+    host_us: float
+    plan_us: float
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.lengths, self.heads)
+
+    def a_layer(self, layers: int, graph: bool) -> float | None:
+        """Microseconds a layer, with planning spread over the layers; a graph is planned when it is captured."""
+        return self.graph_us if graph else self.eager_us + self.plan_us / layers
+
+    def to_dict(self) -> dict[str, Any]:
+        alike = len(set(self.lengths)) == 1
+        lengths = {"sequences": len(self.lengths), "length": self.lengths[0]} if alike else list(self.lengths)
+        return {**self._asdict(), "dims": list(self.dims), "lengths": lengths}
+
+
+class Profile:
+    """One profile, read. ``label`` says which file it is."""
+
+    def __init__(self, label: str, record: Mapping[str, Any]) -> None:
+        self.label = label
+        self.gpu: str | None = record["gpu"]
+        self.arch: str = record["arch"]
+        self.dtype: str = record["dtype"]
+        self.date: str = record["date"]
+        self.layers: int = record["layers"]
+        self.packages: Mapping[str, str] = dict(record["packages"])
+        self.readings = tuple(map(_reading, record["readings"]))
+
+    @cached_property
+    def _times(self) -> dict[tuple[MLADimensions, bool], dict[Shape, dict[str, float]]]:
+        table: dict[tuple[MLADimensions, bool], dict[Shape, dict[str, float]]] = {}
+        for reading in self.readings:
+            for graph in (False, True):
+                time = reading.a_layer(self.layers, graph)
+                if time is not None:
+                    table.setdefault((reading.dims, graph), {}).setdefault(reading.shape, {})[reading.kernel] = time
+        return table
+
+    def times(self, dims: MLADimensions, graph: bool) -> Mapping[Shape, Mapping[str, float]]:
+        """shape -> kernel -> microseconds a layer."""
+        return self._times.get((dims, graph), {})
+
+
+def read(label: str, raw: bytes) -> Profile:
+    """A profile from the bytes of its file.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    try:
+        return Profile(label, json.loads(raw))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{label} is not a timing profile ({type(error).__name__}: {error})") from None
+    except ValueError as error:
+        raise ValueError(f"{label} is not a timing profile: {error}") from None
+
+
+def _reading(raw: Mapping[str, Any]) -> Reading:
+    lengths = raw["lengths"]
+    if isinstance(lengths, dict):
+        lengths = [lengths["length"]] * lengths["sequences"]
+    graph = raw["graph_us"]
+    return Reading(
+        dims=MLADimensions(*raw["dims"]),
+        lengths=tuple(map(int, lengths)),
+        heads=int(raw["heads"]),
+        kernel=str(raw["kernel"]),
+        provider=str(raw["provider"]),
+        eager_us=float(raw["eager_us"]),
+        graph_us=None if graph is None else float(graph),
+        host_us=float(raw["host_us"]),
+        plan_us=float(raw["plan_us"]),
+    )
