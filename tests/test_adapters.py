@@ -17,6 +17,7 @@ from mla_prefill import Environment, MLADimensions, Request, load_matrix, select
 from mla_prefill.backends import ADAPTERS, KernelError, calls, flash_attn, load, planned_calls
 from mla_prefill.backends.base import PrefillAdapter
 from mla_prefill.capabilities.model import LseConvention
+from mla_prefill.selector import decide
 
 from .backend_contract import (
     CHECKS,
