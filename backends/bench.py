@@ -27,7 +27,7 @@ from mla_prefill.selector import measured
 from mla_prefill.selector.decision import Decision
 from mla_prefill.selector.engine import decide
 from mla_prefill.selector.environment import Environment
-from mla_prefill.selector.request import Request
+from mla_prefill.selector.request import BatchShape, Request
 from torch import Tensor
 
 DTYPE = "bfloat16"
@@ -341,7 +341,7 @@ def _choices(profile: Profile, matrix: Matrix, environment: Environment, graph: 
         return chosen.kernel if chosen else None
 
     def by_profile(dims: MLADimensions, shape: Shape, times: Mapping[str, float]) -> str | None:
-        return next(iter(measured.ranking(profile, dims, list(times), shape, graph)), None)
+        return measured.ranking(profile.times(dims, graph), list(times), BatchShape(*shape, graph))[0]
 
     def by_other_shapes(dims: MLADimensions, shape: Shape, times: Mapping[str, float]) -> str | None:
         others = {known: t for known, t in profile.times(dims, graph).items() if known != shape}

@@ -457,10 +457,10 @@ def all_built(record: dict[str, Any]) -> bool:
     return all(cell["ok"] is not False for cell in record["cells"] if cell["allowed"])
 
 
-def file_stem(record: dict[str, Any]) -> str:
-    """``run-nvidia-h200-2026-11-30``, ``built-fa4-2026-11-30``."""
+def stem(record: dict[str, Any]) -> str:
+    """The usual name of a record's file: ``run-nvidia-h200-2026-11-30``, ``built-fa4-2026-11-30``."""
     kernels = dict.fromkeys(cell["kernel"] for cell in record["cells"])
-    about = record.get("gpu") or (record.get("arch") if record["level"] == "run" else "-".join(kernels))
+    about = record.get("gpu") or record.get("arch") or " ".join(kernels)
     return f"{record['level']} {about} {record['date']}"
 
 
@@ -468,6 +468,6 @@ def written(record: dict[str, Any], output: str | Path | None) -> Path:
     """Writes the record and says where."""
     from mla_prefill.backends import records
 
-    path = records.target("evidence", file_stem(record), output)
+    path = records.target("evidence", stem(record), output)
     records.write(path, records.lined(record, "cells"))
     return path

@@ -76,7 +76,10 @@ class Sheets:
 
 
 def check(sources: Sources, *, notices: bool = True) -> list[Finding]:
-    """All findings, in file order. Errors in an early stage end it there: later rules would only repeat them."""
+    """All findings, in file order. Errors in an early stage end it there: later rules would only repeat them.
+
+    Without ``notices`` it is what a load needs: errors of the five files, nothing about records.
+    """
     findings: list[Finding] = []
     for _, source in sources.all():
         findings += parse(source)
@@ -91,6 +94,10 @@ def check(sources: Sources, *, notices: bool = True) -> list[Finding]:
             sheets.matrix = Matrix(document(sources))
             for rule in MEANING_RULES + (NOTICE_RULES if notices else ()):
                 findings += rule(sheets)
+            if notices:
+                from mla_prefill.capabilities.record_checks import check_records
+
+                findings += check_records(sources, sheets.matrix)
     return sorted(set(findings))
 
 

@@ -1,41 +1,130 @@
 """Evidence: records of what was really built or run, and the proof level of a cell that follows from them.
 
-A record file (``data/evidence/*.json``) is written by ``mla-prefill verify``::
+A record file (``data/evidence/*.json``, ``schema/evidence.schema.json``) is written by ``mla-prefill verify``::
 
-    {"schema_version": 1, "level": "run", "gpu": ..., "packages": {...},
-     "cells": [{"kernel": "fa4", "arch": "sm90", "qk": 192, "v": 128, "pad_v_to": null, "ok": true, ...}]}
+    {"schema_version": 1, "level": "run", "date": ..., "gpu": ..., "packages": {...}, "command": ...,
+     "cells": [{"kernel": "fa4", "provider": "flash-attn-4", "arch": "sm90", "dims": [128, 64, 128], "qk": 192,
+                "v": 128, "pad_v_to": null, "dtype": "bfloat16", "operation": "new_tokens", "allowed": true,
+                "ok": true, ...}]}
+
+``ok`` is true (built, or right against float32 math), false (``refusal`` says why), or null: it could not be tried.
+Records decide nothing: they are what `check` holds the matrix and the kernel sheet to, and the proof that answers show.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mla_prefill.capabilities import versions
+from mla_prefill.capabilities.model import MLADimensions
 
 if TYPE_CHECKING:
+    from mla_prefill.capabilities.matrix import Cell, Matrix, Offer
+    from mla_prefill.capabilities.profiles import Profile
     from mla_prefill.capabilities.source import SourceFile
 
-#: From weakest to strongest. ``contradicted``: a record shows the cell failing.
+#: From weakest to strongest. ``contradicted``: a record shows a cell failing that the kernel sheet holds possible.
 LEVELS = ("source", "built", "run", "measured")
 
 
-def cells(files: Iterable[SourceFile]) -> Iterable[tuple[SourceFile, str, dict[str, Any]]]:
-    """(file, level, cell) of every record."""
+class Item(NamedTuple):
+    """One cell of a record, and where it stands there."""
+
+    source: SourceFile
+    record: dict[str, Any]
+    number: int
+    cell: dict[str, Any]
+
+    @property
+    def dims(self) -> MLADimensions:
+        return MLADimensions(*self.cell["dims"])
+
+    def __str__(self) -> str:
+        c = self.cell
+        provider = c.get("provider")
+        version = self.record.get("packages", {}).get(provider)
+        origin = f" of {' '.join(filter(None, (provider, version)))}" if provider else ""
+        return f"{c['kernel']}{origin} for {self.dims} {c.get('dtype', '')} {c.get('operation', '')} on {c['arch']}"
+
+
+def items(files: Iterable[SourceFile]) -> Iterator[Item]:
+    """Every cell of every readable record; what cannot be read is left out here, and reported by `check`."""
     for source in files:
-        record = json.loads(source.raw)
-        for cell in record["cells"]:
-            yield source, record["level"], cell
+        try:
+            record = json.loads(source.raw)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and record.get("level") in LEVELS and isinstance(record.get("cells"), list):
+            for number, cell in enumerate(record["cells"]):
+                if _readable(cell):
+                    yield Item(source, record, number, cell)
 
 
-def proofs(files: Iterable[SourceFile]) -> dict[str, str]:
-    """``"kernel arch qk v"`` -> the strongest level on record; any failing record contradicts the cell."""
+def _readable(cell: Any) -> bool:
+    try:
+        dims = MLADimensions(*cell["dims"])
+        widths = (cell["qk"], cell["v"])
+        named = isinstance(cell["kernel"], str) and isinstance(cell["arch"], str)
+        return named and widths == (dims.qk_head_dim, dims.v_head_dim) and cell["ok"] in (True, False, None)
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def proofs(files: Iterable[SourceFile], profiles: Iterable[Profile], matrix: Matrix) -> dict[str, str]:
+    """``"kernel arch qk v"`` -> the strongest level on record, or ``contradicted``."""
     best: dict[str, str] = {}
     failed: set[str] = set()
-    for _, level, cell in cells(files):
-        key = f"{cell['kernel']} {cell['arch']} {cell['qk']} {cell['v']}"
-        if not cell["ok"]:
-            failed.add(key)
-        elif LEVELS.index(level) > LEVELS.index(best.get(key, "source")):
+
+    def found(key: str, level: str) -> None:
+        if LEVELS.index(level) > LEVELS.index(best.get(key, "source")):
             best[key] = level
+
+    for item in items(files):
+        if item.cell["ok"]:
+            found(_key(item.cell["kernel"], item.cell["arch"], item.dims), item.record["level"])
+        elif contradicts(item, matrix):
+            failed.add(_key(item.cell["kernel"], item.cell["arch"], item.dims))
+    for profile in profiles:
+        for reading in profile.readings:
+            found(_key(reading.kernel, profile.arch, reading.dims), "measured")
     best.update(dict.fromkeys(failed, "contradicted"))
     return dict(sorted(best.items()))
+
+
+def _key(kernel: str, arch: str, dims: MLADimensions) -> str:
+    return f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}"
+
+
+def contradicts(item: Item, matrix: Matrix) -> bool:
+    """Whether the record shows failing what the kernel sheet holds possible, with the versions that it was run with."""
+    cell = cell_of(item, matrix) if item.cell["ok"] is False else None
+    offers = cell.offers if cell else ()
+    named = item.cell.get("provider")
+    return any(_offered(item, offer) for offer in offers if named in (None, offer.distribution))
+
+
+def cell_of(item: Item, matrix: Matrix) -> Cell | None:
+    """What the sheets say about the record's cell; None where nobody declared its kernel or architecture."""
+    kernel, arch = item.cell["kernel"], item.cell["arch"]
+    if kernel not in matrix.kernels or arch not in matrix.architectures:
+        return None
+    return next(cell for cell in matrix.cells(arch, item.dims) if cell.kernel.name == kernel)
+
+
+def _offered(item: Item, offer: Offer) -> bool:
+    """Whether this offer includes the cell: its dtype, and its package's version, not known to be bad."""
+    dtype, operation = item.cell.get("dtype"), item.cell.get("operation")
+    if dtype is not None and dtype not in offer.installed.dtypes:
+        return False
+    version = item.record.get("packages", {}).get(offer.distribution)
+    if version is None:
+        return True
+    known_bad = any(
+        versions.contains(bad.version, version)
+        and (not bad.dtypes or dtype in bad.dtypes)
+        and (not bad.needs or operation in bad.needs)
+        for bad in offer.known_bad
+    )
+    return bool(versions.contains(offer.specifier, version)) and not known_bad

@@ -76,6 +76,9 @@ CODES: dict[str, str] = {
     "X341": "a kernel that cannot run there has a place in the order",
     "X342": "the orders of an architecture are not exactly one",
     "X350": "a model's dims have no block",
+    "X360": "a record that cannot be used",
+    "X361": "evidence contradicts a row",
+    "X362": "evidence contradicts the kernel sheet",
     "X380": "the compiled form does not match its sources",
     "X381": "the editor modeline is missing",
 }

@@ -44,6 +44,8 @@ class Sources:
     files: dict[str, SourceFile]
     overlays: list[tuple[str, SourceFile]] = field(default_factory=list)
     evidence: list[SourceFile] = field(default_factory=list)
+    measured: list[SourceFile] = field(default_factory=list)
+    folder: Path = DATA_DIR
 
     def all(self) -> Iterator[tuple[str, SourceFile]]:
         """(kind, file) of everything, overlays last."""
@@ -52,7 +54,8 @@ class Sources:
 
     def fingerprint(self) -> str:
         blobs = [(kind, source.raw) for kind, source in self.all()]
-        return _fingerprint(blobs + [("evidence", source.raw) for source in self.evidence])
+        records = [("evidence", self.evidence), ("measured", self.measured)]
+        return _fingerprint(blobs + [(kind, source.raw) for kind, sources in records for source in sources])
 
 
 def _fingerprint(blobs: Iterable[tuple[str, bytes]]) -> str:
@@ -63,14 +66,16 @@ def _fingerprint(blobs: Iterable[tuple[str, bytes]]) -> str:
     return digest.hexdigest()
 
 
-def _evidence_files(folder: Path) -> list[Path]:
-    return sorted((folder / "evidence").glob("*.json"))
+def _records(folder: Path, kind: str) -> list[Path]:
+    """The JSON files of ``evidence`` or ``measured``."""
+    return sorted((folder / kind).glob("*.json"))
 
 
 def shipped_fingerprint() -> str:
     """The fingerprint of the data folder as it stands on disk: a few file reads, no parsing."""
     blobs = [(kind, (DATA_DIR / f"{kind}.yaml").read_bytes()) for kind in KINDS]
-    return _fingerprint(blobs + [("evidence", path.read_bytes()) for path in _evidence_files(DATA_DIR)])
+    kinds = ("evidence", "measured")
+    return _fingerprint(blobs + [(kind, path.read_bytes()) for kind in kinds for path in _records(DATA_DIR, kind)])
 
 
 def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> Sources:
@@ -97,8 +102,10 @@ def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> 
             replaced[kind_of(source, chosen)] = source
     files = {kind: replaced.get(kind) or read_file(folder / f"{kind}.yaml", f"{label}/{kind}.yaml") for kind in KINDS}
     overlays = [(kind_of(source, Path(p)), source) for p in extra for source in [read_file(Path(p))]]
-    evidence = [read_file(p, f"{label}/evidence/{p.name}") for p in _evidence_files(folder)]
-    return Sources(files, overlays, evidence)
+    evidence, measured = (
+        [read_file(p, f"{label}/{kind}/{p.name}") for p in _records(folder, kind)] for kind in ("evidence", "measured")
+    )
+    return Sources(files, overlays, evidence, measured, folder)
 
 
 def kind_of(source: SourceFile, path: Path) -> str:
@@ -112,6 +119,7 @@ def kind_of(source: SourceFile, path: Path) -> str:
 def document(sources: Sources) -> dict[str, Any]:
     """The normalised, JSON-able content of checked sources: what `Matrix` is built from, and the compiled form."""
     from mla_prefill.capabilities.evidence import proofs
+    from mla_prefill.capabilities.profiles import readable
 
     merged: dict[str, Any] = {"schema_version": 1, "fingerprint": sources.fingerprint()}
     for kind, source in sources.all():
@@ -128,7 +136,9 @@ def document(sources: Sources) -> dict[str, Any]:
             merged[key] = {**merged[key], **content}
         if kind == "kernels":
             merged["features"] = dict(source.data.get("features", {}))
-    merged["proof"] = proofs(sources.evidence)
+    merged["measured"] = [[source.label, Path(source.label).name] for source in sources.measured]
+    merged["proof"] = {}
+    merged["proof"] = proofs(sources.evidence, readable(sources.measured), Matrix(merged))
     return merged
 
 
@@ -163,12 +173,12 @@ def load_matrix(path: str | Path | None = None, extra: Sequence[str | Path] = ()
         OSError: a path cannot be read.
     """
     if path is None and not extra and (compiled := _read_compiled()) is not None:
-        return Matrix(compiled)
+        return Matrix(compiled, DATA_DIR)
     from mla_prefill.capabilities.checks import require_clean
 
     sources = gather(path, extra)
     require_clean(sources)
-    return Matrix(document(sources))
+    return Matrix(document(sources), sources.folder)
 
 
 def _read_compiled() -> dict[str, Any] | None:

@@ -7,9 +7,12 @@ reads: every kernel's facts for an arch and dims, with or without a row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.findings import nearest
@@ -30,6 +33,8 @@ from mla_prefill.capabilities.model import (
     Width,
 )
 
+if TYPE_CHECKING:
+    from mla_prefill.capabilities.profiles import Profile
 
 #: A kernel that is given a padded V writes rows as wide as qk, so never into the caller's buffer.
 _LOST_BY_PADDING = frozenset({"out"})
@@ -86,7 +91,7 @@ class Matrix:
         fingerprint: SHA-256 over the sources; equal fingerprints give equal decisions.
     """
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
+    def __init__(self, document: Mapping[str, Any], folder: Path | None = None) -> None:
         self.fingerprint: str = document["fingerprint"]
         self.schema_version: int = document["schema_version"]
         self.features: Mapping[str, str] = MappingProxyType(document["features"])
@@ -102,6 +107,9 @@ class Matrix:
         )
         self.orders: tuple[Order, ...] = tuple(_order(raw) for raw in document["orders"])
         self._proof: Mapping[str, str] = document["proof"]
+        self._measured = [
+            (label, Path(folder or ".", "measured", name)) for label, name in document.get("measured", ())
+        ]
         self._limits = {(k.name, a): limit for k in self.kernels.values() for limit in k.limits for a in limit.arch}
         self._blocks_by_dims: dict[MLADimensions, list[Block]] = {}
         for block in self.blocks.values():
@@ -166,6 +174,19 @@ class Matrix:
                 for fa_version in self._fa_axis:
                     yield arch, fa_version, dims
 
+    @cached_property
+    def profiles(self) -> tuple[Profile, ...]:
+        """The timing profiles beside the data, newest first; read when first asked for. Those that cannot be read are
+        left out: `check` reports them.
+        """
+        from mla_prefill.capabilities.profiles import read
+
+        found = []
+        for label, path in self._measured:
+            with suppress(OSError, ValueError):
+                found.append(read(label, path.read_bytes()))
+        return tuple(sorted(found, key=lambda profile: profile.date, reverse=True))
+
     @property
     def fa_versions(self) -> tuple[int, ...]:
         return tuple(sorted({k.fa_version for k in self.kernels.values() if k.fa_version is not None}))
@@ -194,9 +215,7 @@ class Matrix:
     def gpu(self, product: str) -> str:
         """The architecture of a product: ``H200``, ``NVIDIA L40S``."""
         products = {_fold(p): a.id for a in self.architectures.values() for p in a.products}
-        folded = _fold(product)
-        for brand in ("nvidia", "amd", "instinct", "geforce"):
-            folded = folded.removeprefix(brand)
+        folded = fold_product(product)
         if folded in products:
             return products[folded]
         raise UnknownNameError(
@@ -289,6 +308,14 @@ def _priority(cell: Cell) -> tuple[bool, int]:
 
 def _fold(name: str) -> str:
     return "".join(ch for ch in name.lower() if ch.isalnum() or ch == ".")
+
+
+def fold_product(name: str) -> str:
+    """A GPU's name without its brand and spaces: drivers say ``NVIDIA H200``, people say ``H200``."""
+    folded = _fold(name)
+    for brand in ("nvidia", "amd", "instinct", "geforce"):
+        folded = folded.removeprefix(brand)
+    return folded
 
 
 def _spellings(architectures: Mapping[str, Architecture]) -> dict[str, str]:

@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities.model import MLADimensions
+
+if TYPE_CHECKING:
+    from mla_prefill.capabilities.source import SourceFile
 
 
 class Shape(NamedTuple):
@@ -83,6 +87,11 @@ class Profile:
         self.readings = tuple(map(_reading, record["readings"]))
 
     @cached_property
+    def providers(self) -> Mapping[str, str]:
+        """kernel -> the distribution whose build was timed."""
+        return {reading.kernel: reading.provider for reading in self.readings}
+
+    @cached_property
     def _times(self) -> dict[tuple[MLADimensions, bool], dict[Shape, dict[str, float]]]:
         table: dict[tuple[MLADimensions, bool], dict[Shape, dict[str, float]]] = {}
         for reading in self.readings:
@@ -109,6 +118,13 @@ def read(label: str, raw: bytes) -> Profile:
         raise ValueError(f"{label} is not a timing profile ({type(error).__name__}: {error})") from None
     except ValueError as error:
         raise ValueError(f"{label} is not a timing profile: {error}") from None
+
+
+def readable(files: Iterable[SourceFile]) -> Iterator[Profile]:
+    """Those of the files that are profiles; `check` reports the others."""
+    for source in files:
+        with suppress(ValueError):
+            yield read(source.label, source.raw)
 
 
 def _reading(raw: Mapping[str, Any]) -> Reading:

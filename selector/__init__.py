@@ -6,9 +6,10 @@ from mla_prefill.selector.decision import Constraint, Decision, Hint, NoBackendE
 from mla_prefill.selector.engine import clear, decide, select
 from mla_prefill.selector.environment import Environment, EnvironmentVariableError, Overrides
 from mla_prefill.selector.reasons import Reason
-from mla_prefill.selector.request import Request, RequestError
+from mla_prefill.selector.request import BatchShape, Request, RequestError
 
 __all__ = [
+    "BatchShape",
     "Constraint",
     "Decision",
     "Environment",

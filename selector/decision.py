@@ -163,7 +163,7 @@ class Decision:
         lines.append(f"  V: {'zero-padded to ' + str(c.pad_v_to) if c.pad_v_to else 'as it is'}")
         lines.append(f"  proof: {c.proof}   row: {c.source}")
         order = self.matrix.order_for(self.arch, self.request.dims)
-        if order:
+        if order and not self.notes:  # under the measured policy a note says what the order rests on
             lines.append(f"  order: {order.source}")
         chosen = next(v for v in self.verdicts if v.verdict == "chosen")
         return lines + [f"  warning: {note}" for note in chosen.notes]

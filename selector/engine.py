@@ -111,21 +111,21 @@ def decide(request: Request, environment: Environment, matrix: Matrix) -> Decisi
     errors = dict(environment.import_errors)
     cells = matrix.cells(arch, request.dims)
     weighed = [_weigh(cell, request, arch, asked, installed, errors) for cell in cells]
-    chosen = next((verdict.candidate for verdict in weighed if not verdict.reasons), None)
-    verdicts = []
-    for verdict in weighed:
-        if verdict.reasons or chosen is None:
-            verdicts.append(verdict)
-        elif verdict.candidate is chosen:
-            verdicts.append(verdict._replace(verdict="chosen"))
-        else:
-            order = matrix.order_for(arch, request.dims)
-            reason = Reason(
-                "lower-priority", verdict.candidate.kernel, chosen.kernel, arch, order.source if order else None
-            )
-            verdicts.append(verdict._replace(verdict="eligible", reasons=(reason,)))
-    verdicts.sort(key=lambda v: ("chosen", "eligible", "rejected").index(v.verdict))
-    return Decision(request, environment, arch, chosen, tuple(verdicts), asked.constraints, (), matrix)
+    eligible = [verdict for verdict in weighed if not verdict.reasons]
+    order = matrix.order_for(arch, request.dims)
+    source = order.source if order else None
+    notes: tuple[str, ...] = ()
+    if request.policy == "measured":
+        from mla_prefill.selector import measured  # profiles are read only for who asks for them
+
+        eligible, source, notes = measured.ordered(eligible, request, environment, arch, matrix, source)
+    chosen = eligible[0].candidate if eligible else None
+    verdicts = [verdict._replace(verdict="chosen") for verdict in eligible[:1]]
+    for verdict in eligible[1:]:
+        reason = Reason("lower-priority", verdict.candidate.kernel, eligible[0].candidate.kernel, arch, source)
+        verdicts.append(verdict._replace(verdict="eligible", reasons=(reason,)))
+    verdicts += [verdict for verdict in weighed if verdict.reasons]
+    return Decision(request, environment, arch, chosen, tuple(verdicts), asked.constraints, notes, matrix)
 
 
 def _asked(request: Request, environment: Environment, matrix: Matrix) -> _Asked:

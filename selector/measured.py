@@ -1,39 +1,136 @@
-"""policy="measured": the order of the eligible kernels as a timing profile of this GPU has it."""
+"""policy="measured": the order of the eligible kernels as a timing profile of this GPU has it.
+
+A profile counts only for the very GPU, dims, dtype and package versions that it was taken with. Where none does, the
+default order stands, and a note says why.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from mla_prefill.capabilities.model import MLADimensions
+from mla_prefill.capabilities.matrix import Matrix, fold_product
+from mla_prefill.capabilities.model import Candidate
 from mla_prefill.capabilities.profiles import Profile, Shape
+from mla_prefill.selector.decision import Verdict
+from mla_prefill.selector.environment import Environment
+from mla_prefill.selector.request import BatchShape, Request
+
+#: shape -> kernel -> microseconds a layer.
+Times = Mapping[Shape, Mapping[str, float]]
+Ordered = tuple[list[Verdict], "str | None", tuple[str, ...]]
 
 
-def ranking(
-    profile: Profile, dims: MLADimensions, kernels: Sequence[str], shape: Shape | None, graph: bool
-) -> list[str]:
-    """Those of ``kernels`` that the profile times for these dims, fastest first; equal ones keep their order.
+def ordered(
+    eligible: list[Verdict],
+    request: Request,
+    environment: Environment,
+    arch: str,
+    matrix: Matrix,
+    default_source: str | None,
+) -> Ordered:
+    """(the eligible verdicts, best first; where that order comes from; a note about it).
+
+    Kernels that the profile does not time for this question keep their default order behind those that it does.
+    """
+    if not eligible:
+        return eligible, default_source, ()
+    kernels = [verdict.candidate.kernel for verdict in eligible]
+    against = []
+    for profile in matrix.profiles:
+        if profile.arch != arch or not _same_gpu(profile.gpu, environment.device):
+            continue
+        times = timed(profile, request, kernels)
+        why_not = _against(profile, request, times, [verdict.candidate for verdict in eligible], environment)
+        if why_not is None:
+            best_first = ranking(times, kernels, request.shape)
+            places = {kernel: place for place, kernel in enumerate(best_first)}
+            by_time = sorted(eligible, key=lambda verdict: places.get(verdict.candidate.kernel, len(places)))
+            return by_time, profile.label, (_note(profile, times, request, environment),)
+        against.append(f"{profile.label} {why_not}")
+    why = "; ".join(against) or _no_profile(matrix, environment, arch)
+    return eligible, default_source, (f"policy measured: the default order, because {why}",)
+
+
+def _same_gpu(timed: str | None, here: str | None) -> bool:
+    return timed == here if timed is None or here is None else fold_product(timed) == fold_product(here)
+
+
+def _no_profile(matrix: Matrix, environment: Environment, arch: str) -> str:
+    timed_gpus = sorted({str(profile.gpu) for profile in matrix.profiles if profile.arch == arch})
+    if environment.device is None and timed_gpus:
+        return f"no GPU is named, and a profile is of one GPU ({', '.join(timed_gpus)})"
+    return f"there is no timing profile of {environment.device or arch}"
+
+
+def _against(
+    profile: Profile, request: Request, times: Times, candidates: Sequence[Candidate], environment: Environment
+) -> str | None:
+    """Why a profile of this GPU does not count here; None where it does."""
+    if request.dtype != profile.dtype:
+        return f"was timed in {profile.dtype}"
+    if not times:
+        in_graphs = " in a CUDA graph" if request.shape is not None and request.shape.graph else ""
+        return f"has no times for {request.dims} and an eligible kernel{in_graphs}"
+    concerned = {kernel for by_kernel in times.values() for kernel in by_kernel}
+    installed = environment.installed or {}
+    for candidate in candidates:
+        if candidate.kernel not in concerned or candidate.provider is None:
+            continue
+        provider = profile.providers[candidate.kernel]
+        if candidate.provider != provider:
+            return f"timed {candidate.kernel} of {provider}, here it comes from {candidate.provider}"
+        there, here = profile.packages.get(provider), installed.get(provider)
+        if not _same_version(there, here):
+            return f"was timed with {provider} {there}, installed is {here}"
+    return None
+
+
+def _same_version(one: str | None, other: str | None) -> bool:
+    """A local part (``+cu130``) names the flavour of a build."""
+    return None not in (one, other) and str(one).partition("+")[0] == str(other).partition("+")[0]
+
+
+def _note(profile: Profile, times: Times, request: Request, environment: Environment) -> str:
+    graph = request.shape is not None and request.shape.graph
+    how = "in a CUDA graph" if graph else f"eager, over {profile.layers} layers"
+    where = "the mean of its shapes" if request.shape is None else f"its shape {nearest(times, _shape(request.shape))}"
+    note = f"policy measured: ordered by {profile.label}, {where}, {how}"
+    if environment.packages is not None:
+        return note
+    distributions = sorted({profile.providers[kernel] for by_kernel in times.values() for kernel in by_kernel})
+    return f"{note}; timed with {', '.join(f'{d} {profile.packages.get(d)}' for d in distributions)}"
+
+
+def timed(profile: Profile, request: Request, kernels: Collection[str]) -> Times:
+    """What the profile says about these kernels for the request's dims, eager or in a graph."""
+    table = {}
+    for shape, by_kernel in profile.times(request.dims, request.shape is not None and request.shape.graph).items():
+        if found := {kernel: time for kernel, time in by_kernel.items() if kernel in kernels}:
+            table[shape] = found
+    return table
+
+
+def ranking(times: Times, kernels: Sequence[str], shape: BatchShape | None) -> list[str]:
+    """Those of ``kernels`` that were timed, fastest first; equal ones keep their order.
 
     With a shape: by the nearest measured one. Without: by the geometric mean over all shapes of the time against the
     fastest kernel there, so that a kernel is not judged by which shapes it was timed in.
     """
-    times = {
-        measured: {kernel: time for kernel, time in by_kernel.items() if kernel in kernels}
-        for measured, by_kernel in profile.times(dims, graph).items()
-    }
-    times = {measured: by_kernel for measured, by_kernel in times.items() if by_kernel}
-    if not times:
-        return []
-    cost = _relative(times) if shape is None else times[nearest(times, shape)]
+    cost = _relative(times) if shape is None else times[nearest(times, _shape(shape))]
     return sorted((kernel for kernel in kernels if kernel in cost), key=cost.__getitem__)
 
 
-def nearest(measured: Mapping[Shape, object], shape: Shape) -> Shape:
+def nearest(measured: Iterable[Shape], shape: Shape) -> Shape:
     """The closest measured shape; of two equally close ones the smaller."""
     return min(measured, key=lambda known: (known.distance(shape), known))
 
 
-def _relative(times: Mapping[Shape, Mapping[str, float]]) -> dict[str, float]:
+def _shape(shape: BatchShape) -> Shape:
+    return Shape(shape.sequences, shape.length, shape.heads)
+
+
+def _relative(times: Times) -> dict[str, float]:
     logs: dict[str, list[float]] = {}
     for by_kernel in times.values():
         best = min(by_kernel.values())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mla_prefill.capabilities.findings import nearest
 from mla_prefill.capabilities.model import DTYPES, MLADimensions
+from mla_prefill.capabilities.profiles import Shape
 
 POLICIES = ("default", "measured")
 _DTYPE_ALIASES = {
@@ -26,6 +27,42 @@ class RequestError(ValueError):
     """A request that says something no request can say. One line, with the nearest valid value."""
 
 
+class _Shape(NamedTuple):
+    sequences: int
+    length: int
+    heads: int
+    graph: bool
+
+
+class BatchShape(_Shape):
+    """The batch that ``policy="measured"`` is to choose for.
+
+    Args:
+        sequences: how many.
+        length: new tokens of each; for mixed lengths their root mean square (`BatchShape.of` works it out).
+        heads: attention heads on this rank.
+        graph: it runs inside a CUDA graph, where only device time counts.
+
+    Raises:
+        RequestError: not positive whole numbers.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, sequences: int, length: int, heads: int, graph: bool = False) -> BatchShape:
+        for name, value in (("sequences", sequences), ("length", length), ("heads", heads)):
+            if type(value) is not int or value < 1:
+                raise RequestError(f"shape: {name} must be a positive whole number, got {value!r}")
+        return super().__new__(cls, sequences, length, heads, bool(graph))
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], heads: int, graph: bool = False) -> BatchShape:
+        """The shape of a batch with these lengths of new tokens."""
+        if not lengths:
+            raise RequestError("shape: a batch has at least one sequence")
+        return cls(*Shape.of(lengths, heads), graph)
+
+
 class _Fields(NamedTuple):
     dims: MLADimensions
     dtype: str
@@ -33,6 +70,7 @@ class _Fields(NamedTuple):
     backend: str | None
     needs: tuple[str, ...]
     policy: str
+    shape: BatchShape | None
 
 
 class Request(_Fields):
@@ -45,6 +83,7 @@ class Request(_Fields):
         backend: forces a backend (or one of its kernels): used or refused, never replaced.
         needs: features the kernel must provide: ``lse``, ``out``, ``fp8_query`` ... (see ``Matrix.features``).
         policy: ``default`` (the reviewed order) or ``measured`` (a timing profile of this GPU where one applies).
+        shape: the batch to choose for under ``measured``; without, the kernel that is best over all measured shapes.
         phase: only ``prefill`` is answered.
 
     Raises:
@@ -61,6 +100,7 @@ class Request(_Fields):
         backend: str | None = None,
         needs: Iterable[str] = (),
         policy: str = "default",
+        shape: BatchShape | None = None,
         *,
         phase: str = "prefill",
     ) -> Request:
@@ -72,6 +112,8 @@ class Request(_Fields):
             raise RequestError(f"fa_version must be a whole number such as 3, got {fa_version!r}")
         if isinstance(needs, str):
             raise RequestError(f"needs must be a list of features, got the string {needs!r}")
+        if shape is not None and not isinstance(shape, BatchShape):
+            raise RequestError(f"shape must be a BatchShape such as BatchShape(8, 512, heads=16), got {shape!r}")
         return super().__new__(
             cls,
             _dims(dims),
@@ -80,11 +122,14 @@ class Request(_Fields):
             None if backend is None else str(backend),
             tuple(sorted(set(needs))),
             policy,
+            shape,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``request`` part of the JSON of design section 9."""
-        return {**self._asdict(), "dims": list(self.dims), "needs": list(self.needs)}
+        """The ``request`` part of the JSON of design section 9; ``shape`` only where one was given."""
+        plain = {**self._asdict(), "dims": list(self.dims), "needs": list(self.needs)}
+        shape = plain.pop("shape")
+        return plain if shape is None else {**plain, "shape": shape._asdict()}
 
 
 def _dims(dims: MLADimensions | Iterable[int]) -> MLADimensions:

@@ -424,6 +424,7 @@ REQUESTS = st.builds(
     st.sampled_from(["bfloat16", "float16", "float32", "fp8"]),
     needs=st.lists(st.sampled_from(sorted(MATRIX.features)), max_size=2, unique=True),
     policy=st.just("default"),
+    shape=st.none(),
     fa_version=st.none(),
     backend=st.none() | st.sampled_from([*MATRIX.backends, *MATRIX.kernels]),
 )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_prefill.capabilities import Candidate, Matrix, MatrixError, MLADimensions, UnknownNameError, load_matrix
 from mla_prefill.selector import (
+    BatchShape,
     Decision,
     Environment,
     EnvironmentVariableError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from mla_prefill.backends import load, merge_attention_states
 
 __all__ = [
+    "BatchShape",
     "Candidate",
     "Decision",
     "Environment",

@@ -17,7 +17,7 @@ from mla_prefill.capabilities.findings import MatrixError, nearest
 from mla_prefill.capabilities.load import load_matrix
 
 if TYPE_CHECKING:
-    from mla_prefill import Decision, Environment, Matrix, MLADimensions, Request
+    from mla_prefill import BatchShape, Decision, Environment, Matrix, MLADimensions, Request
     from mla_prefill.backends.job import JobResult
 
 FINE, NEGATIVE, WRONG_USE = 0, 1, 2
@@ -90,6 +90,13 @@ def build_parser() -> argparse.ArgumentParser:
     _add_target(command)
     _add_dims(command)
     _add_request(command)
+    command.add_argument(
+        "--shape", metavar="SEQUENCESxLENGTH", help="the batch to choose for with --policy measured, such as 8x512"
+    )
+    command.add_argument(
+        "--heads", type=_positive, metavar="N", help="with --shape: attention heads on this rank (default: the model's)"
+    )
+    command.add_argument("--graph", action="store_true", help="with --shape: it runs inside a CUDA graph")
     command.add_argument(
         "--explain", action="store_true", help="the whole story: chosen, turned down and why, what would be better"
     )
@@ -327,11 +334,26 @@ class _NegativeAnswerError(Exception):
     """The answer is no: on stderr, exit 1."""
 
 
-def _request(options: argparse.Namespace, dims: MLADimensions) -> Request:
+def _request(options: argparse.Namespace, dims: MLADimensions, shape: BatchShape | None = None) -> Request:
     from mla_prefill import Request
 
     needs = [need.strip() for need in options.needs.split(",") if need.strip()]
-    return Request(dims, options.dtype, options.fa_version, options.backend, needs, options.policy)
+    return Request(dims, options.dtype, options.fa_version, options.backend, needs, options.policy, shape)
+
+
+def _shape(options: argparse.Namespace, heads: int | None) -> BatchShape | None:
+    from mla_prefill import BatchShape
+
+    if options.shape is None:
+        if options.graph or options.heads:
+            raise UsageError(f"{'--graph' if options.graph else '--heads'} goes with --shape SEQUENCESxLENGTH")
+        return None
+    sequences, _, length = options.shape.lower().partition("x")
+    if not (sequences.isdecimal() and length.isdecimal() and max(len(sequences), len(length)) < 8):
+        raise UsageError(f"--shape takes SEQUENCESxLENGTH such as 8x512, got {options.shape!r}")
+    if not (heads := options.heads or heads):
+        raise UsageError("--shape needs the attention heads on a rank as well: add --heads N")
+    return BatchShape(int(sequences), int(length), heads, options.graph)
 
 
 def _environment(options: argparse.Namespace, matrix: Matrix) -> Environment:
@@ -385,17 +407,18 @@ def _progress(text: str) -> None:
 def select(options: argparse.Namespace) -> int:
     matrix = _matrix(options)
     try:
-        wanted, _ = _model(options, matrix)
+        wanted, heads = _model(options, matrix)
     except _NegativeAnswerError as error:
         _progress(f"mla-prefill: {error}")
         return NEGATIVE
-    decision = _decide(_request(options, wanted), _environment(options, matrix), matrix)
+    request = _request(options, wanted, _shape(options, heads))
+    decision = _decide(request, _environment(options, matrix), matrix)
     if options.format == "json":
         print(json.dumps(decision.to_dict(), indent=2))
     elif options.explain or decision.chosen is None:
         print(decision.explain())
     else:
-        print(decision.one_line().removeprefix("mla-prefill: "))
+        print(decision.one_line().removeprefix("mla-prefill: "), *map("note: {}".format, decision.notes), sep="\n")
     return FINE if decision.chosen else NEGATIVE
 
 
@@ -543,15 +566,17 @@ def _build(options: argparse.Namespace, matrix: Matrix) -> int:
     from mla_prefill.backends import builds
     from mla_prefill.backends import verify as sweep
 
-    arches = [matrix.arch(arch) for arch in options.arch] if options.arch else None
-    written = builds.prove(matrix, arches, _progress)
+    arches = [matrix.arch(arch) for given in options.arch or () for arch in given.split(",")] or None
+    proven = builds.prove(matrix, arches, _progress)
     if options.format == "json":
-        print(json.dumps(written, indent=2))
-    for record in written:
+        print(json.dumps(proven, indent=2))
+    for record in proven:
         if options.format == "text":
             print(sweep.build_table(record))
         _progress(f"evidence: {sweep.written(record, options.output)}")
-    return FINE if all(map(sweep.all_built, written)) else NEGATIVE
+    if not proven:
+        _progress("mla-prefill: nothing could be built, and no installed binary could be asked")
+    return FINE if proven and all(map(sweep.all_built, proven)) else NEGATIVE
 
 
 def bench(options: argparse.Namespace) -> int:

@@ -1,0 +1,127 @@
+"""Rules about records: evidence and timing profiles are readable, and evidence does not contradict the sheets.
+
+They run in `check` only. A load decides nothing by records, so it does not stop for one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from mla_prefill.capabilities import evidence
+from mla_prefill.capabilities.evidence import Item
+from mla_prefill.capabilities.findings import Finding, nearest
+from mla_prefill.capabilities.load import Sources
+from mla_prefill.capabilities.matrix import Matrix
+from mla_prefill.capabilities.model import MLADimensions
+from mla_prefill.capabilities.schema import validator
+from mla_prefill.capabilities.source import SourceFile
+
+Findings = Iterator[Finding]
+#: What a file of each kind lists, one entry a line as it is written.
+LISTS = {"evidence": "cells", "measured": "readings"}
+#: A file of another kind would give a finding for every entry.
+MAX_FINDINGS = 20
+
+
+def check_records(sources: Sources, matrix: Matrix) -> Findings:
+    """Every finding about records."""
+    for kind, files in (("evidence", sources.evidence), ("measured", sources.measured)):
+        for source in files:
+            found = list(_unreadable(source, kind, matrix))
+            yield from found[:MAX_FINDINGS]
+    for item in evidence.items(sources.evidence):
+        yield from _contradictions(item, matrix)
+
+
+def _unreadable(source: SourceFile, kind: str, matrix: Matrix) -> Findings:
+    """Malformed, or about a kernel or architecture that nobody declared."""
+    again = "write it anew with mla-prefill " + ("verify" if kind == "evidence" else "bench")
+    try:
+        record = json.loads(source.raw)
+    except json.JSONDecodeError as error:
+        yield source.finding((error.lineno, error.colno), "X360", f"not readable JSON: {error.msg}", again)
+        return
+    except (ValueError, RecursionError) as error:
+        yield source.finding((1, 1), "X360", f"not readable JSON: {error}", again)
+        return
+    wrong = False
+    for refused in validator(kind).iter_errors(record):
+        wrong = True
+        path = list(refused.absolute_path)
+        where = ".".join(map(str, path)) or "the top level"
+        mark = (_line(source, kind, path), 1)
+        hint = refused.schema.get("description", again)
+        yield source.finding(mark, "X360", f"{where}: {refused.message[:160]}", hint)
+    if wrong:
+        return
+    for path, what, name, known in _names(record, kind, matrix):
+        mark = (_line(source, kind, path), 1)
+        yield source.finding(mark, "X360", f"unknown {what} {name!r}", nearest(name, known))
+    for number, entry in enumerate(record[LISTS[kind]]):
+        if problem := _wrong_dims(entry):
+            yield source.finding((_line(source, kind, [LISTS[kind], number]), 1), "X360", problem, again)
+
+
+def _names(record: dict[str, Any], kind: str, matrix: Matrix) -> Iterator[tuple[list[Any], str, str, list[str]]]:
+    """(path, what it is, the name, the known ones) of each name that nobody declared."""
+    arches, kernels = list(matrix.architectures), list(matrix.kernels)
+    if record.get("arch", arches[0]) not in arches:
+        yield ["arch"], "architecture", record["arch"], arches
+    for number, entry in enumerate(record[LISTS[kind]]):
+        if entry["kernel"] not in kernels:
+            yield [LISTS[kind], number], "kernel", entry["kernel"], kernels
+        if entry.get("arch", arches[0]) not in arches:
+            yield [LISTS[kind], number], "architecture", entry["arch"], arches
+
+
+def _wrong_dims(entry: dict[str, Any]) -> str | None:
+    try:
+        dims = MLADimensions(*entry["dims"])
+    except ValueError as error:
+        return str(error)
+    widths = (entry.get("qk", dims.qk_head_dim), entry.get("v", dims.v_head_dim))
+    if widths == (dims.qk_head_dim, dims.v_head_dim):
+        return None
+    return f"{dims} has qk {dims.qk_head_dim} and v {dims.v_head_dim}, the entry says qk {widths[0]} and v {widths[1]}"
+
+
+def _contradictions(item: Item, matrix: Matrix) -> Findings:
+    """What failed where a row or the kernel sheet says it runs, and what ran where the sheet says it cannot."""
+    cell = evidence.cell_of(item, matrix)
+    if cell is None:
+        return
+    mark = (_line(item.source, "evidence", ["cells", item.number]), 1)
+    if evidence.contradicts(item, matrix):
+        said = f"{item} failed: {item.cell.get('refusal') or 'no reason is on record'}"
+        if cell.allowed:
+            hint = f"{cell.candidate.source} allows it: remove it there or bound its versions (requires)"
+            yield item.source.finding(mark, "X361", said, hint)
+        else:
+            hint = f"no row allows it, yet {cell.kernel.source} holds it possible"
+            yield item.source.finding(mark, "X362", said, hint, severity="notice")
+    elif item.cell["ok"] and cell.fit is None:
+        where = cell.limit.source if cell.limit else cell.kernel.source
+        message = f"{item} is {item.record['level']}, though the kernel sheet says it cannot be"
+        yield item.source.finding(mark, "X362", message, f"see {where}", severity="notice")
+    graph = item.cell.get("cuda_graph")
+    if isinstance(graph, str) and "cuda_graph" in cell.candidate.provides:
+        message = f"{item} does not run in a CUDA graph: {graph}"
+        yield item.source.finding(mark, "X362", message, f"{cell.kernel.source} says it does", severity="notice")
+
+
+def _line(source: SourceFile, kind: str, path: list[Any]) -> int:
+    """The line of an entry of the file's list; 1 for anything else."""
+    key = LISTS[kind]
+    if len(path) < 2 or path[0] != key:
+        return 1
+    text = source.raw.decode("utf-8", "replace")
+    at = text.find("[", text.find(f'"{key}"')) + 1
+    decoder = json.JSONDecoder()
+    for number in range(path[1] + 1):
+        while text[at] in " \t\r\n,":
+            at += 1
+        if number < path[1]:
+            _, at = decoder.raw_decode(text, at)
+    return text.count("\n", 0, at) + 1
