@@ -187,15 +187,18 @@ class Bench:
 
 
 def time_reading(adapter: PrefillAdapter, lengths: Sequence[int], seconds: float) -> Reading:
-    """All four times of one kernel in one shape. The first call, which may compile, is not timed."""
+    """All four times of one kernel in one shape, each the median of as many runs as fit into ``seconds`` (2 to 100).
+
+    The first call, which may compile, is not timed.
+    """
     batch = _Batch(adapter, lengths)
     plan = batch.plan()
-    for _ in range(3):
-        batch.call(plan)
-    _wait(adapter.device)
+    batch.call(plan)
     once = max(1e-6, _elapsed(lambda: batch.call(plan), adapter.device))
-    runs = max(5, min(100, int(seconds / once)))
-    eager, host = zip(*(_one_call(batch, plan) for _ in range(runs)), strict=True)
+    fits = max(2, int(seconds / once))
+    for _ in range(min(3, fits)):
+        batch.call(plan)
+    eager, host = zip(*(_one_call(batch, plan) for _ in range(min(100, fits + 1))), strict=True)
     assert adapter.candidate.provider is not None
     return Reading(
         dims=adapter.dims,
@@ -204,9 +207,9 @@ def time_reading(adapter: PrefillAdapter, lengths: Sequence[int], seconds: float
         kernel=adapter.kernel.name,
         provider=adapter.candidate.provider,
         eager_us=round(statistics.median(eager), 2),
-        graph_us=_graph_us(batch, seconds, once),
+        graph_us=_graph_us(batch, fits),
         host_us=round(statistics.median(host), 2),
-        plan_us=round(_plan_us(batch, statistics.median(host)), 2),
+        plan_us=round(_plan_us(batch, statistics.median(host), min(5, fits)), 2),
     )
 
 
@@ -254,19 +257,19 @@ def _one_call(batch: _Batch, plan: PrefillPlan) -> tuple[float, float]:
     return graphs.event_us(call), host * 1e6
 
 
-def _graph_us(batch: _Batch, seconds: float, once: float) -> float | None:
+def _graph_us(batch: _Batch, fits: int) -> float | None:
     """A call inside a replayed graph of several calls; None where the kernel sheet does not say that it can be."""
     if batch.adapter.device.type != "cuda" or "cuda_graph" not in batch.adapter.candidate.provides:
         return None
-    calls = max(2, min(20, int(1e-3 / once)))
+    calls = min(20, fits // 2)
     plan = batch.plan()
     graph, _ = graphs.captured(lambda: batch.call(plan), calls)
     graph.replay()
-    replays = max(3, min(50, int(seconds / (once * calls))))
+    replays = max(2, min(50, fits // calls))
     return round(statistics.median(graphs.event_us(graph.replay) / calls for _ in range(replays)), 2)
 
 
-def _plan_us(batch: _Batch, host_us: float, times: int = 5) -> float:
+def _plan_us(batch: _Batch, host_us: float, times: int) -> float:
     """Host time of a new plan and of what its first call takes longer than the later ones."""
     measured_us = []
     for _ in range(times):

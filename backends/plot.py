@@ -9,7 +9,7 @@ from mla_prefill.backends.bench import lengths_text, tflops
 from mla_prefill.capabilities.profiles import Profile, Reading
 
 PANEL_W, PANEL_H = 300, 170
-LEFT, TOP, RIGHT, BOTTOM = 46, 30, 12, 50
+LEFT, TOP, RIGHT, BOTTOM = 46, 30, 12, 72
 HEAD = 60
 #: Okabe and Ito's colours, which colour-blind readers can tell apart; beyond eight kernels the dashes differ.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")

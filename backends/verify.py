@@ -321,7 +321,7 @@ def gpus(on_gpu: bool, jobs: int | None = None) -> list[str | None]:
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
-    each = jobs or max(1, min(4, (os.cpu_count() or 1) // (4 * max(1, len(names)))))
+    each = jobs or max(1, min(2, (os.cpu_count() or 1) // (8 * max(1, len(names)))))
     return [name for _ in range(each) for name in names]
 
 

@@ -114,7 +114,7 @@ def read(label: str, raw: bytes) -> Profile:
     """
     try:
         return Profile(label, json.loads(raw))
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{label} is not a timing profile ({type(error).__name__}: {error})") from None
     except ValueError as error:
         raise ValueError(f"{label} is not a timing profile: {error}") from None
@@ -132,6 +132,9 @@ def _reading(raw: Mapping[str, Any]) -> Reading:
     if isinstance(lengths, dict):
         lengths = [lengths["length"]] * lengths["sequences"]
     graph = raw["graph_us"]
+    times = [raw["eager_us"], *([] if graph is None else [graph])]
+    if not lengths or raw["heads"] < 1 or not all(0 < time < math.inf for time in times):
+        raise ValueError(f"a reading of {raw['kernel']} has no sequences, no heads, or a time that is none")
     return Reading(
         dims=MLADimensions(*raw["dims"]),
         lengths=tuple(map(int, lengths)),

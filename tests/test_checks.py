@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from mla_prefill.capabilities import MatrixError, checks, fixes, load, load_matrix
+from mla_prefill.backends.records import lined
+from mla_prefill.capabilities import MatrixError, MLADimensions, checks, fixes, load, load_matrix
 from mla_prefill.capabilities.findings import CODES, Finding
 from mla_prefill.capabilities.report import FORMATS
 
@@ -68,8 +70,127 @@ def test_each_rule_fails_when_it_should(edited: Edit, code: str, name: str, old:
 
 def test_every_check_code_has_a_failing_example() -> None:
     """C68: no rule without an example; the reading and schema codes have theirs in test_reading.py."""
-    tested = {case[0] for case in CASES} | {"X321", "X380"}
+    tested = {case[0] for case in CASES} | {case[0] for case in RECORD_CASES} | {"X321", "X380"}
     assert tested == {code for code in CODES if code.startswith("X")}
+
+
+# ---- records ----------------------------------------------------------------------------------------------------
+
+RAN = {
+    **{"kernel": "fa4", "provider": "flash-attn-4", "arch": "sm90", "dims": [128, 64, 128], "qk": 192, "v": 128},
+    **{"pad_v_to": None, "dtype": "bfloat16", "operation": "new_tokens", "allowed": True, "ok": True, "error": 2e-3},
+}
+FAILED = {**RAN, "ok": False, "refusal": "CUDA error: an illegal memory access"}
+CUDNN = {**FAILED, "kernel": "flashinfer_cudnn", "provider": "flashinfer-python", "allowed": False}
+H200 = {"flash-attn-4": "4.0.0b36", "flashinfer-python": "0.7.4", "fa3-fwd": "0.0.3"}
+RUN = {
+    **{
+        "schema_version": 1,
+        "level": "run",
+        "date": "2026-11-30",
+        "gpu": "NVIDIA H200",
+        "driver": "580",
+        "torch": "2.11.0",
+    },
+    **{"cuda": "13.0", "arch": "sm90", "packages": H200, "command": "mla-prefill verify"},
+}
+READING = {
+    **{"dims": [128, 64, 128], "lengths": {"sequences": 8, "length": 512}, "heads": 16, "kernel": "fa4"},
+    **{"provider": "flash-attn-4", "eager_us": 66.0, "graph_us": 44.0, "host_us": 13.0, "plan_us": 80.0},
+}
+TIMED = {**RUN, "dtype": "bfloat16", "layers": 60}
+del TIMED["level"]
+
+# code, severity, kind, what is in the file, what the finding says
+RECORD_CASES: list[tuple[str, str, str, Any, str]] = [
+    ("X360", "error", "evidence", '{"schema_version": 1,\n "cells": [', "not readable JSON"),
+    ("X360", "error", "evidence", "[" * 100_000, "not readable JSON"),
+    ("X360", "error", "evidence", "[]", "is not of type 'object'"),
+    ("X360", "error", "evidence", {**RUN, "level": "seen", "cells": []}, "'seen' is not one of"),
+    ("X360", "error", "evidence", {**RUN, "cells": [RAN, {**RAN, "ok": "yes"}]}, "cells.1.ok: 'yes' is not of type"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "kernel": "fa5"}]}, "unknown kernel 'fa5'"),
+    ("X360", "error", "evidence", {**RUN, "cells": [RAN, {**RAN, "arch": "sm9"}]}, "did you mean sm90?"),
+    ("X360", "error", "evidence", {**RUN, "arch": "sm900", "cells": [RAN]}, "unknown architecture 'sm900'"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "qk": 128}]}, "the entry says qk 128"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "dims": [0, 0, 128]}]}, "a head cannot be 0 wide"),
+    ("X360", "error", "measured", {**TIMED, "readings": [{**READING, "eager_us": 0}]}, "readings.0.eager_us: 0 is less than"),
+    ("X360", "error", "measured", {**TIMED, "readings": [READING, {**READING, "kernel": "fa5"}]}, "unknown kernel 'fa5'"),
+    ("X360", "error", "measured", {**TIMED, "readings": [READING], "gpu": 7}, "gpu: 7 is not of type"),
+    ("X361", "error", "evidence", {**RUN, "cells": [RAN, FAILED]}, "fa4 of flash-attn-4 4.0.0b36 for (128, 64, 128) bfloat16 new_tokens on sm90 failed: CUDA error"),
+    ("X361", "error", "evidence", {**RUN, "level": "built", "cells": [{**FAILED, "provider": None}]}, "matrix.yaml:"),
+    ("X362", "notice", "evidence", {**RUN, "cells": [CUDNN]}, "no row allows it, yet"),
+    ("X362", "notice", "evidence", {**RUN, "cells": [{**RAN, "dims": [256, 64, 256], "qk": 320, "v": 256}]}, "though the kernel sheet says it cannot be"),
+    ("X362", "notice", "evidence", {**RUN, "cells": [{**RAN, "cuda_graph": "capture failed"}]}, "not run in a CUDA graph: capture failed"),
+]  # fmt: skip
+
+
+def with_record(folder: Path, kind: str, content: Any) -> Path:
+    """The folder with one record, its entries on lines of their own, as they are written."""
+    text = content
+    if not isinstance(content, str):
+        text = lined(content, "cells" if kind == "evidence" else "readings")
+    (folder / kind).mkdir(exist_ok=True)
+    (folder / kind / "made.json").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("code", "severity", "kind", "content", "says"), RECORD_CASES)
+def test_each_rule_about_records_fails_when_it_should(
+    data_folder: Path, code: str, severity: str, kind: str, content: Any, says: str
+) -> None:
+    folder = with_record(data_folder, kind, content)
+    found = [f for f in findings_of(folder) if f.path.endswith("made.json")]
+    assert [(f.code, f.severity) for f in found] == [(code, severity)]
+    assert says in f"{found[0].message} {found[0].hint}"
+    assert found[0].path.endswith(f"{kind}/made.json")
+    load_matrix(folder)  # a load decides nothing by records, and stops for none
+
+
+@pytest.mark.parametrize(
+    ("cell", "packages", "proof"),
+    [
+        (RAN, H200, "run"),
+        (FAILED, H200, "contradicted"),
+        ({**FAILED, "ok": None}, H200, "source"),  # could not be tried: nothing is known
+        ({**FAILED, "dtype": "float32"}, H200, "source"),  # the kernel sheet does not offer it
+        (FAILED, {"flash-attn-4": "4.0.0b4"}, "source"),  # nor this version
+        ({**FAILED, "operation": "context_chunk"}, {"flash-attn-4": "4.0.0b9"}, "source"),  # which is known to be bad
+        (FAILED, {"flash-attn-4": "4.0.0b9"}, "contradicted"),
+    ],
+)
+def test_only_what_the_sheet_holds_possible_is_contradicted(
+    data_folder: Path, cell: dict[str, Any], packages: dict[str, str], proof: str
+) -> None:
+    folder = with_record(data_folder, "evidence", {**RUN, "packages": packages, "cells": [cell]})
+    assert load_matrix(folder).proof("fa4", "sm90", MLADimensions(128, 64, 128)) == proof
+    assert bool([f for f in findings_of(folder) if f.code == "X361"]) is (proof == "contradicted")
+
+
+def test_a_failure_outweighs_what_went_well(data_folder: Path) -> None:
+    folder = with_record(data_folder, "evidence", {**RUN, "cells": [RAN, FAILED, RAN]})
+    matrix = load_matrix(folder)
+    assert matrix.proof("fa4", "sm90", MLADimensions(128, 64, 128)) == "contradicted"
+    (finding,) = [f for f in findings_of(folder) if f.code == "X361"]
+    text = (folder / "evidence" / "made.json").read_text(encoding="utf-8").splitlines()
+    assert "illegal memory access" in text[finding.line - 1]
+
+
+def test_a_row_that_excludes_the_failing_version_is_not_contradicted(edited: Edit) -> None:
+    """The way out that X361's hint names."""
+    row = "- {arch: [sm90], fa_version: [2, 3, 4], backends: [FLASH_ATTN]"
+    folder = edited("matrix.yaml", row, f'{row}, requires: ["flash-attn-4>=4.0.0b40"]')
+    with_record(folder, "evidence", {**RUN, "cells": [FAILED]})
+    assert not [f for f in findings_of(folder) if f.code in ("X361", "X362")]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"level": "run", "cells": [1, {}, {"kernel": 3}]}', "\xff", "[" * 9999]
+)
+@pytest.mark.parametrize("kind", ["evidence", "measured"])
+def test_a_damaged_record_never_raises(data_folder: Path, kind: str, content: str) -> None:
+    folder = with_record(data_folder, kind, content)
+    assert "X360" in {f.code for f in findings_of(folder)}
+    assert load_matrix(folder).profiles == ()
 
 
 def test_what_is_possible_but_not_allowed_is_a_notice(edited: Edit) -> None:
