@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from mla_prefill.backends import KernelError, graphs, load, records
 from mla_prefill.backends.base import PrefillAdapter, PrefillPlan
-from mla_prefill.backends.job import TOLERANCES
+from mla_prefill.backends.job import tolerance_of
 from mla_prefill.backends.reference import reference_attention
 from mla_prefill.capabilities.load import load_matrix
 from mla_prefill.capabilities.matrix import Matrix
@@ -128,7 +128,7 @@ def _compare(batch: Batch, operation: str) -> dict[str, Any]:
         if answer[0].data_ptr() != out.data_ptr():
             return {"ok": False, "refusal": "out= was given, and another tensor came back"}
     error, lse_error = max(e.out for e in errors), max(e.lse for e in errors)
-    tolerance = TOLERANCES[str(dtype).removeprefix("torch.")]
+    tolerance = tolerance_of(str(dtype).removeprefix("torch."), batch.adapter.kernel.lse)
     result: dict[str, Any] = {"ok": True, "error": _rounded(error), "lse_error": _rounded(lse_error)}
     wrong = next((e.wrong for e in errors if e.wrong), None)
     if wrong is None and not error <= tolerance.out:

@@ -409,7 +409,7 @@ def _kernel(name: str, raw: Mapping[str, Any]) -> Kernel:
         providers=tuple(map(_provider, raw["providers"])),
         dtypes=_tuple(raw["dtypes"]),
         provides=frozenset(raw["provides"]),
-        lse=LseConvention(str(lse["base"]), lse["layout"], lse["no_keys"]) if lse else None,
+        lse=LseConvention(str(lse["base"]), lse["layout"], lse["no_keys"], lse.get("rounded", False)) if lse else None,
         causal=raw["causal"],
         limits=tuple(map(_limit, raw["limits"])),
         known_bad=tuple(map(_known_bad, raw.get("known_bad", ()))),

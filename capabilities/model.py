@@ -183,11 +183,15 @@ class KnownBad:
 
 @dataclass(frozen=True, slots=True)
 class LseConvention:
-    """How a kernel returns its log-sum-exp: base ``e`` or ``2``, layout, and the value of a row without keys."""
+    """How a kernel returns its log-sum-exp: base ``e`` or ``2``, layout, and the value of a row without keys.
+
+    ``rounded``: the sum behind it is of probabilities in the inputs' dtype, so it is only as exact as that.
+    """
 
     base: str
     layout: str
     no_keys: str
+    rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -331,7 +331,7 @@ DEEP = b"[" * 100_000
         (b" \n", "the file is empty"),
         (b"\xef\xbb\xbf", "1:1: not JSON"),
         (b"not json", ":1:1: not JSON"),
-        (b'{"kv_lora_rank": 512,\n}', ":2:1: not JSON"),
+        (b'{"kv_lora_rank": 512\n"q', ":2:1: not JSON"),
         (b"<!DOCTYPE html>", "not JSON"),
         (b"\x80\x02}q\x00", "not text"),
         (b'{"name": "\xff"}', "byte 10 is not utf-8"),

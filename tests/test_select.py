@@ -5,6 +5,7 @@ A test named after a case (C01 ...) holds the right outcome of that public repor
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -302,10 +303,8 @@ def test_c54_alternating_questions_both_stay_cached() -> None:
         assert select(Request(DEEPSEEK), environment, MATRIX) is first
         assert select(Request(MINICPM), environment, MATRIX) is second
     for width in range(8, 8 * (engine.CACHE_SIZE + 50), 8):
-        try:
+        with contextlib.suppress(NoBackendError):
             select(Request((width % 4096 + 1, 0, width // 4096 + 1)), environment, MATRIX)
-        except NoBackendError:
-            pass
     assert len(engine._decisions) <= engine.CACHE_SIZE
 
 
@@ -411,7 +410,7 @@ VERSIONS = {
 }
 ENVIRONMENTS = st.builds(
     lambda arch, installed, disable, broken: Environment(
-        arch, installed, {b: "ImportError: no" for b in broken}, Overrides(disable=tuple(disable))
+        arch, installed, dict.fromkeys(broken, "ImportError: no"), Overrides(disable=tuple(disable))
     ),
     st.sampled_from([*ARCHES, "sm130"]),
     st.none() | st.fixed_dictionaries({}, optional={k: st.sampled_from(v) for k, v in VERSIONS.items()}),
@@ -474,7 +473,8 @@ def test_no_backend_names_the_nearest_dims() -> None:
 
 
 def test_every_reason_code_has_a_text_and_a_meaning() -> None:
-    assert list(REASONS) and set(REASONS) == set(MEANINGS)
+    assert list(REASONS)
+    assert set(REASONS) == set(MEANINGS)
 
 
 def test_the_decision_for_a_machine_keeps_every_constraint() -> None:

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -425,7 +426,6 @@ def select(options: argparse.Namespace) -> int:
 def run(options: argparse.Namespace) -> int:
     from mla_prefill import Environment
     from mla_prefill.backends import KernelError
-    from mla_prefill.backends.job import run_chunked_prefill
 
     matrix = _matrix(options)
     try:
@@ -443,11 +443,14 @@ def run(options: argparse.Namespace) -> int:
             else decision.explain()
         )
         return NEGATIVE
+    warnings.filterwarnings("ignore", module="cutlass")  # what a JIT says of its own arguments
     try:
+        from mla_prefill.backends.job import run_chunked_prefill  # imports torch, which may be broken in any way
+
         result = run_chunked_prefill(
             decision, num_heads=options.heads or heads or 16, seed=options.seed, device=options.device, report=_progress
         )
-    except KernelError as error:
+    except (KernelError, ImportError) as error:
         _progress(f"mla-prefill: {_one_line(error)}")
         return NEGATIVE
     if options.format == "json":
