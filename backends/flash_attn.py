@@ -199,8 +199,10 @@ class FlashAttention4(_FlashAttention):
         return public if self._planned is None else self._planned.of_batch(public, batch)
 
     def warm_up(self, report: Callable[[str], None] | None = None) -> None:
-        """Compiles both kinds of each operation: its key also says whether all queries fit into one tile."""
-        run_every_operation(self, (16, 1024), report)
+        """Compiles each operation for queries that fit into one tile, into one stage of two tiles (sm100), and into
+        neither: what is compiled depends on that. Kinds that are the same on this architecture are compiled once.
+        """
+        run_every_operation(self, (16, 200, 1024), report)
 
     def _package(self, public: Callable[..., Any], batch: Batch) -> Attention:
         call = partial(public, **self._batch(batch), causal=batch.causal, num_splits=1)

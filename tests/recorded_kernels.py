@@ -22,13 +22,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from mla_prefill.backends import cudnn, flash_attn
+from mla_prefill.backends import cudnn, flash_attn, trtllm_ragged
 from mla_prefill.backends.reference import reference_attention
+from packaging.version import Version
 from torch import Tensor
 
+#: (distribution, version) -> its record, old versions before new ones.
 RECORDS: dict[tuple[str, str], dict[str, Any]] = {}
-for _path in sorted((Path(__file__).parent / "data" / "signatures").glob("*.json")):
-    _record = json.loads(_path.read_text(encoding="utf-8"))
+_paths = (Path(__file__).parent / "data" / "signatures").glob("*.json")
+for _record in sorted((json.loads(path.read_text("utf-8")) for path in _paths), key=lambda r: Version(r["version"])):
     RECORDS[_record["distribution"], _record["version"]] = _record
 
 #: What packages call the same things.
@@ -343,7 +345,8 @@ def trtllm(stage: Stage, record: dict[str, Any], calls: Calls) -> None:
         assert arguments["query"].is_contiguous(), "the launcher passes no strides of q"
         assert arguments["out"] is None or arguments["out"].is_contiguous()
         heads, sequences = arguments["query"].shape[1], arguments["batch_size"]
-        assert arguments["workspace_buffer"].numel() > 8 * heads * sequences * arguments["max_q_len"]
+        statistics = 8 * heads * sequences * arguments["max_q_len"]
+        assert arguments["workspace_buffer"].numel() >= statistics + trtllm_ragged.SCRATCH_BYTES
         assert torch.equal(arguments["seq_lens"], arguments["cum_seq_lens_kv"].diff())
         result = calls.attend(arguments)
         lse = result.lse
