@@ -1,7 +1,8 @@
 """CUDNN: the cuDNN frontend's own PyTorch op for ragged batches, ``torch.ops.cudnn.sdpa_fwd`` (``cudnn.sdpa_torch``).
 
-Read from nvidia-cudnn-frontend 1.29.1 and 1.32.0 (cudnn/sdpa/fwd/torch_op.py; 1.28 has no such op). From source, not
-run. The frontend keeps a built graph for each (lengths, strides) it meets, so batches of new shapes are slow to begin.
+Read from nvidia-cudnn-frontend 1.29.1 and 1.32.0 (cudnn/sdpa/fwd/torch_op.py; 1.28 has no such op). Run on an
+H200 with 1.32.0 and cuDNN 9.19. The frontend keeps a built graph for each (lengths, strides) that it meets, so batches
+of new shapes are slow to begin.
 """
 
 from __future__ import annotations

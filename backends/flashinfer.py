@@ -1,7 +1,7 @@
 """FLASHINFER: ``BatchPrefillWithRaggedKVCacheWrapper`` with one of its sub-backends, planned once a batch.
 
 Read from flashinfer-python 0.6.6, 0.6.14, 0.6.18.post1, 0.7.1 and 0.7.4 (flashinfer/prefill.py, csrc/batch_prefill*.cu,
-csrc/fmha_cutlass_sm100.cu). The fa3 sub-backend was run on an H200; cutlass is from source, not run.
+csrc/fmha_cutlass_sm100.cu). The fa2, fa3 and cudnn sub-backends were run on an H200; cutlass is from source, not run.
 """
 
 from __future__ import annotations
