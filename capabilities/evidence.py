@@ -73,28 +73,32 @@ def _readable(cell: Any) -> bool:
 
 
 def proofs(files: Iterable[SourceFile], profiles: Iterable[Profile], matrix: Matrix) -> dict[str, str]:
-    """``"kernel arch qk v"`` -> the strongest level on record, or ``contradicted``."""
+    """The strongest level on record, or ``contradicted``, of each cell: ``"kernel arch qk v"`` by any package,
+    ``"kernel arch qk v distribution"`` by that one."""
     best: dict[str, str] = {}
     failed: set[str] = set()
 
-    def found(key: str, level: str) -> None:
-        if LEVELS.index(level) > LEVELS.index(best.get(key, "source")):
-            best[key] = level
+    def found(keys: Iterable[str], level: str) -> None:
+        for key in keys:
+            if LEVELS.index(level) > LEVELS.index(best.get(key, "source")):
+                best[key] = level
 
     for item in items(files):
+        keys = _keys(item.cell["kernel"], item.cell["arch"], item.dims, item.cell.get("provider"))
         if item.cell["ok"]:
-            found(_key(item.cell["kernel"], item.cell["arch"], item.dims), item.record["level"])
+            found(keys, item.record["level"])
         elif contradicts(item, matrix):
-            failed.add(_key(item.cell["kernel"], item.cell["arch"], item.dims))
+            failed.update(keys)
     for profile in profiles:
         for reading in profile.readings:
-            found(_key(reading.kernel, profile.arch, reading.dims), "measured")
+            found(_keys(reading.kernel, profile.arch, reading.dims, reading.provider), "measured")
     best.update(dict.fromkeys(failed, "contradicted"))
     return dict(sorted(best.items()))
 
 
-def _key(kernel: str, arch: str, dims: MLADimensions) -> str:
-    return f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}"
+def _keys(kernel: str, arch: str, dims: MLADimensions, provider: str | None) -> tuple[str, ...]:
+    cell = f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}"
+    return (cell,) if provider is None else (cell, f"{cell} {versions.canonical(provider)}")
 
 
 def contradicts(item: Item, matrix: Matrix) -> bool:

@@ -269,15 +269,20 @@ class Matrix:
         if fit is not None:
             requires = [versions.split(r) for r in fit.requires + (row.requires if row else ())]
             bad = [entry for entry in kernel.known_bad if entry.concerns(arch, dims)]
-            made = (_offer(candidate, p, requires, bad) for p in kernel.providers if p.arch is None or arch in p.arch)
-            offers = tuple(offer for offer in made if offer is not None)
+            for provider in kernel.providers:
+                if provider.arch is None or arch in provider.arch:
+                    # What one package's build was shown to do says nothing of another's.
+                    proof = self.proof(kernel.name, arch, dims, versions.canonical(provider.distribution))
+                    offer = _offer(replace(candidate, proof=proof), provider, requires, bad)
+                    offers += () if offer is None else (offer,)
             if offers:
                 candidate = replace(candidate, requires=(offers[0].requirement,))
         return Cell(kernel, limit, fit, row, rank, order, offers, candidate)
 
-    def proof(self, kernel: str, arch: str, dims: MLADimensions) -> str:
+    def proof(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None = None) -> str:
         """How well a cell is known: source, built, run, measured or contradicted (the records in data/evidence)."""
-        return self._proof.get(f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}", "source")
+        cell = f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}"
+        return self._proof.get(cell if distribution is None else f"{cell} {distribution}", "source")
 
 
 def _offer(

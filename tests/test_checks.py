@@ -82,7 +82,7 @@ RAN = {
     **{"pad_v_to": None, "dtype": "bfloat16", "operation": "new_tokens", "allowed": True, "ok": True, "error": 2e-3},
 }
 FAILED = {**RAN, "ok": False, "refusal": "CUDA error: an illegal memory access"}
-CUDNN = {**FAILED, "kernel": "flashinfer_cudnn", "provider": "flashinfer-python", "allowed": False}
+NO_ROW = {**FAILED, "arch": "sm120", "allowed": False}
 H200 = {"flash-attn-4": "4.0.0b36", "flashinfer-python": "0.7.4", "fa3-fwd": "0.0.3"}
 RUN = {
     **{
@@ -119,7 +119,7 @@ RECORD_CASES: list[tuple[str, str, str, Any, str]] = [
     ("X360", "error", "measured", {**TIMED, "readings": [READING], "gpu": 7}, "gpu: 7 is not of type"),
     ("X361", "error", "evidence", {**RUN, "cells": [RAN, FAILED]}, "fa4 of flash-attn-4 4.0.0b36 for (128, 64, 128) bfloat16 new_tokens on sm90 failed: CUDA error"),
     ("X361", "error", "evidence", {**RUN, "level": "built", "cells": [{**FAILED, "provider": None}]}, "matrix.yaml:"),
-    ("X362", "notice", "evidence", {**RUN, "cells": [CUDNN]}, "no row allows it, yet"),
+    ("X362", "notice", "evidence", {**RUN, "cells": [NO_ROW]}, "no row allows it, yet"),
     ("X362", "notice", "evidence", {**RUN, "cells": [{**RAN, "dims": [256, 64, 256], "qk": 320, "v": 256}]}, "though the kernel sheet says it cannot be"),
     ("X362", "notice", "evidence", {**RUN, "cells": [{**RAN, "cuda_graph": "capture failed"}]}, "not run in a CUDA graph: capture failed"),
 ]  # fmt: skip
