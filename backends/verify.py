@@ -35,6 +35,7 @@ OPERATIONS = {"new_tokens": ("lse",), "context_chunk": ("lse", "context_chunk")}
 DTYPES = ("bfloat16", "float16", "float32")
 #: FlashInfer's first call in a process compiles for up to 110 s.
 TIMEOUT_S = 300.0
+SAVE_S = 20.0
 Report = Callable[[str], None]
 
 
@@ -222,7 +223,9 @@ class Sweep:
         report: Report,
         timeout_s: float = TIMEOUT_S,
         command: Sequence[str] = (sys.executable, "-m", "mla_prefill.backends.verify_worker"),
+        save: Callable[[], object] = lambda: None,
     ) -> None:
+        self._save, self._saved = save, time.monotonic()
         self._todo, self._setup, self._report = todo, setup, report
         self._timeout_s, self._command = timeout_s, command
         self._queue: queue.Queue[int] = queue.Queue()
@@ -294,6 +297,9 @@ class Sweep:
         with self._lock:
             self.results[index] = result
             self._report(f"[{len(self.results)}/{len(self._todo)}] {task}: {outcome(result)}{self._remaining()}")
+            if time.monotonic() - self._saved > SAVE_S:
+                self._saved = time.monotonic()
+                self._save()
         return worker if healthy else None
 
     def _remaining(self) -> str:
@@ -334,12 +340,15 @@ def verify(
     timeout_s: float = TIMEOUT_S,
     jobs: int | None = None,
     report: Report = lambda text: None,
+    save: Callable[[dict[str, Any]], object] = lambda record: None,
 ) -> dict[str, Any]:
     """Runs the sweep and returns the evidence record (``capabilities/evidence.py`` describes it).
 
     Args:
         setup: where the workers find the same matrix: ``{"matrix": path or None, "extra": [...]}``.
         jobs: worker processes for each GPU.
+        save: gets the record of what is done every `SAVE_S` seconds and at the end, so that an end of the process
+            in between costs little.
 
     Raises:
         KernelError: nothing could be run.
@@ -353,18 +362,30 @@ def verify(
         report(f"left out: {task}: {why}")
     if not todo:
         raise KernelError(f"nothing to verify: no installed package offers such a cell on {arch}")
-    sweep = Sweep(todo, {"arch": arch, "matrix": None, "extra": [], **(setup or {})}, report, timeout_s)
-    results = sweep.run(gpus(matrix.architectures[arch].vendor != "cpu", jobs))
-    return {
-        "schema_version": 1,
-        "level": "run",
-        "date": datetime.date.today().isoformat(),
-        **sweep.machine,
-        "arch": arch,
-        "packages": records.packages(matrix),
-        "command": wanted.command(),
-        "cells": [cell(task, arch, result) for task, result in zip(todo, results, strict=True)],
-    }
+    packages = records.packages(matrix)
+
+    def record() -> dict[str, Any]:
+        return {
+            "schema_version": 1,
+            "level": "run",
+            "date": datetime.date.today().isoformat(),
+            **sweep.machine,
+            "arch": arch,
+            "packages": packages,
+            "command": wanted.command(),
+            "cells": [cell(todo[index], arch, result) for index, result in sorted(sweep.results.items())],
+        }
+
+    sweep = Sweep(
+        todo,
+        {"arch": arch, "matrix": None, "extra": [], **(setup or {})},
+        report,
+        timeout_s,
+        save=lambda: save(record()),
+    )
+    sweep.run(gpus(matrix.architectures[arch].vendor != "cpu", jobs))
+    save(record())
+    return record()
 
 
 def cell(task: Task, arch: str, result: dict[str, Any]) -> dict[str, Any]:

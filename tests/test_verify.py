@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from mla_prefill import Environment
 from mla_prefill.backends import KernelError, verify
 from mla_prefill.backends.records import lined, one_line, target
 from mla_prefill.backends.reference import reference_attention
@@ -270,6 +271,16 @@ def test_wrong_use_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], ar
     assert captured.out == ""
     assert says in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_what_is_done_is_saved_on_the_way(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep takes minutes; a machine that goes away takes the last seconds only."""
+    monkeypatch.setattr(verify, "SAVE_S", 0.0)
+    saved: list[int] = []
+    wanted = verify.Wanted(kernels=["torch_math"], dims=[MINICPM], dtypes=["float32"])
+    record = verify.verify(matrix, Environment.detect(), wanted, save=lambda so_far: saved.append(len(so_far["cells"])))
+    assert saved == [1, 2, 2]
+    assert len(record["cells"]) == 2
 
 
 def test_nothing_to_verify_is_a_negative_answer(capsys: pytest.CaptureFixture[str]) -> None:

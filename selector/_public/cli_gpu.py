@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mla_prefill.cli_options import (
     FINE,
@@ -34,6 +34,12 @@ def verify(options: argparse.Namespace) -> int:
     from mla_prefill import Environment
     from mla_prefill.selector.request import dtype_name
 
+    path = options.output
+
+    def save(so_far: dict[str, Any]) -> None:
+        nonlocal path
+        path = sweep.written(so_far, path)  # the first time a name that is free, then the same file again
+
     try:
         wanted = sweep.Wanted(*cells(options, matrix), [dtype_name(d) for d in options.dtype or ()])
         record = sweep.verify(
@@ -44,12 +50,13 @@ def verify(options: argparse.Namespace) -> int:
             timeout_s=options.timeout,
             jobs=options.jobs,
             report=progress,
+            save=save,
         )
     except (KernelError, NegativeAnswerError) as error:
         progress(f"mla-prefill: {one_line(error)}")
         return NEGATIVE
     print(json.dumps(record, indent=2) if options.format == "json" else sweep.table(record))
-    progress(f"evidence: {sweep.written(record, options.output)}")
+    progress(f"evidence: {path}")
     return FINE if sweep.all_fine(record) else NEGATIVE
 
 
