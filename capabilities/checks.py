@@ -14,8 +14,8 @@ from typing import Any
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.findings import Finding, MatrixError, nearest
 from mla_prefill.capabilities.load import COMPILED, DATA_LABEL, KINDS, Sources, compiled_text, document, gather
-from mla_prefill.capabilities.matrix import Matrix
-from mla_prefill.capabilities.model import DTYPES, MLADimensions
+from mla_prefill.capabilities.matrix import Cell, Matrix
+from mla_prefill.capabilities.model import DTYPES, Block, MLADimensions
 from mla_prefill.capabilities.schema import validate
 from mla_prefill.capabilities.source import SourceFile, parse
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -23,6 +23,17 @@ from packaging.version import InvalidVersion, Version
 
 Path = tuple[str | int, ...]
 MODELINE = b"# yaml-language-server: $schema="
+#: Lists beside the five sheets' own: what rules call them -> the kind of file and the key there.
+LISTS = {"not_allowed": ("matrix", "not_allowed")}
+#: Where architectures are listed: kind and the lists above.
+SORTED = (
+    ("matrix", ("allow",)),
+    ("not_allowed", ()),
+    ("priorities", ()),
+    ("kernels", ("limits",)),
+    ("kernels", ("providers",)),
+    ("kernels", ("known_bad",)),
+)
 Findings = Iterator[Finding]
 
 
@@ -34,9 +45,11 @@ class Sheets:
         self.matrix: Matrix | None = None
 
     def top(self, kind: str) -> Iterator[tuple[SourceFile, str, Any]]:
+        """``kind`` is one of KINDS or of LISTS."""
+        wanted, key = LISTS.get(kind) or (kind, KINDS[kind])
         for found, source in self.sources.all():
-            if found == kind:
-                yield source, KINDS[kind], source.data[KINDS[kind]]
+            if found == wanted and key in source.data:
+                yield source, key, source.data[key]
 
     def items(self, kind: str, *below: str) -> Iterator[tuple[SourceFile, Path, Any]]:
         """Each entry of a file, or of the lists ``below`` each entry (``items("kernels", "limits")``)."""
@@ -106,6 +119,9 @@ def check_path(path: str | FilePath | None = None, extra: Sequence[str | FilePat
     compiled form). Raises OSError where a path cannot be read."""
     sources = gather(path, extra)
     findings = check(sources)
+    if path is None and extra:  # whoever checks an overlay can do nothing about the shipped data
+        shipped = {source.label for source in sources.files.values()}
+        findings = [f for f in findings if f.severity == "error" or f.path not in shipped]
     if path is None and not extra and not any(f.severity == "error" for f in findings):
         findings += compiled_form_is_current(sources)
     return findings
@@ -146,6 +162,7 @@ def architectures_are_declared(sheets: Sheets) -> Findings:
         ("kernels", ("providers", "arch")),
         ("kernels", ("known_bad", "arch")),
         ("matrix", ("allow", "arch")),
+        ("not_allowed", ("arch",)),
         ("priorities", ("arch",)),
     ):
         yield from _unknown(sheets.listed(kind, *below), sheets.names("architectures"), "X301", "architecture")
@@ -154,6 +171,7 @@ def architectures_are_declared(sheets: Sheets) -> Findings:
 def kernels_are_declared(sheets: Sheets) -> Findings:
     for kind, below in (
         ("matrix", ("allow", "kernels")),
+        ("not_allowed", ("kernels",)),
         ("priorities", ("order",)),
         ("priorities", ("on_request",)),
     ):
@@ -171,7 +189,12 @@ def fa_versions_are_declared(sheets: Sheets) -> Findings:
 
 
 def dims_blocks_are_declared(sheets: Sheets) -> Findings:
-    yield from _unknown(sheets.listed("priorities", "dims"), sheets.names("matrix"), "X305", "dims block")
+    for kind in ("priorities", "not_allowed"):
+        yield from _unknown(sheets.listed(kind, "dims"), sheets.names("matrix"), "X305", "dims block")
+
+
+def families_are_declared(sheets: Sheets) -> Findings:
+    yield from _unknown(sheets.listed("models", "like"), sheets.names("models"), "X309", "model family")
 
 
 def features_are_declared(sheets: Sheets) -> Findings:
@@ -315,21 +338,109 @@ def allowed_cells_can_run(sheets: Sheets) -> Findings:
                         yield source.finding(mark, "X320", message, hint)
 
 
+def _own_blocks(sheets: Sheets, matrix: Matrix) -> Iterator[tuple[SourceFile, Path, Block]]:
+    """The blocks of the matrix itself. An overlay says what one site wants: what it leaves out is no gap."""
+    for source, path, _ in sheets.items("matrix"):
+        if source is sheets.sources.files["matrix"]:
+            yield source, path, matrix.blocks[str(path[1])]
+
+
 def possible_cells_are_allowed(sheets: Sheets) -> Findings:
-    """Possible but not allowed: an opportunity, not an error."""
+    """Possible but not allowed, and nobody says why: an opportunity, not an error."""
     matrix = sheets.matrix
     assert matrix is not None
-    for source, path, _ in sheets.items("matrix"):
-        block = matrix.blocks[str(path[1])]
+    for source, path, block in _own_blocks(sheets, matrix):
         missing: dict[str, list[str]] = defaultdict(list)
         for arch in matrix.architectures:
             for cell in matrix.cells(arch, block.dims):
-                if cell.fit and cell.offers and cell.row is None:
+                if _possible(cell) and cell.row is None and cell.not_allowed is None:
                     missing[cell.kernel.name].append(arch)
         for kernel, arches in missing.items():
             what = f"{matrix.kernels[kernel].label} can run {_pair(block.dims)} on {', '.join(arches)}"
             message = f"{what}, but no row allows it"
-            yield source.finding(source.locate(path, key=True), "X321", message, severity="notice")
+            hint = "add a row, or say why not under not_allowed"
+            yield source.finding(source.locate(path, key=True), "X321", message, hint, severity="notice")
+
+
+def _possible(cell: Cell) -> bool:
+    return bool(cell.fit and cell.offers)
+
+
+def exceptions_are_needed(sheets: Sheets) -> Findings:
+    """Each arch, kernel and block of a not_allowed entry excuses something that is possible, and that no row allows."""
+    matrix = sheets.matrix
+    assert matrix is not None
+    overlays = {source.label for _, source in sheets.sources.overlays}
+    for source, path, entry in sheets.items("not_allowed"):
+        foreign = overlays - {source.label}  # rows laid over a file do not make it wrong
+        possible: set[tuple[str, str]] = set()
+        for block in (matrix.blocks[name] for name in entry.get("dims") or matrix.blocks):
+            for arch in entry["arch"]:
+                for cell in matrix.cells(arch, block.dims):
+                    if cell.kernel.name not in entry["kernels"] or not _possible(cell):
+                        continue
+                    possible |= {("arch", arch), ("kernels", cell.kernel.name), ("dims", block.name)}
+                    if cell.row is not None and cell.row.source.rpartition(":")[0] not in foreign:
+                        mark = source.locate([*path, "arch", entry["arch"].index(arch)])
+                        message = f"{cell.kernel.name} on {arch} for {block.dims} is not allowed, it says here"
+                        hint = f"{cell.row.source} allows it: narrow one of the two"
+                        yield source.finding(mark, "X323", message, hint)
+        for leaf in ("arch", "kernels", "dims"):
+            for i, name in enumerate(entry.get(leaf, ())):
+                if (leaf, name) not in possible:
+                    mark = source.locate([*path, leaf, i])
+                    message = f"nothing is excused for {name}: the kernel sheet holds none of it possible"
+                    yield source.finding(mark, "X322", message, "remove it from the entry")
+
+
+def every_block_has_a_backend(sheets: Sheets) -> Findings:
+    """Architectures where a block has no backend at all, unless not_allowed says why for all that could run."""
+    matrix = sheets.matrix
+    assert matrix is not None
+    for source, path, block in _own_blocks(sheets, matrix):
+        without = []
+        for arch in matrix.architectures:
+            cells = matrix.cells(arch, block.dims)
+            if not any(c.allowed for c in cells) and not all(c.not_allowed for c in cells if _possible(c)):
+                without.append(arch)
+        if without:
+            message = f"{block.name} has no backend on {', '.join(without)}"
+            hint = "add a row, or say why not under not_allowed"
+            yield source.finding(source.locate(path, key=True), "X351", message, hint, severity="notice")
+
+
+def special_orders_differ(sheets: Sheets) -> Findings:
+    """An order for some dims says something else than the architecture's plain one."""
+    plain = {a: raw for _, _, raw in sheets.items("priorities") if "dims" not in raw for a in raw["arch"]}
+    for source, path, raw in sheets.items("priorities"):
+        if "dims" in raw and all(_choice(raw) == _choice(plain.get(arch, {})) for arch in raw["arch"]):
+            mark = source.locate([*path, "order"])
+            yield source.finding(
+                mark, "X343", f"the order without dims of {', '.join(raw['arch'])} is the same", "remove it"
+            )
+
+
+def _choice(order: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+    return order.get("order", []), order.get("on_request", {})
+
+
+def lists_are_sorted(sheets: Sheets) -> Findings:
+    """Architectures stand in the order of architectures.yaml: decisions do not depend on it, diffs and readers do."""
+    rank = {name: i for i, name in enumerate(sheets.names("architectures"))}
+    for kind, below in SORTED:
+        for source, path, entry in sheets.items(kind, *below):
+            listed = entry.get("arch", [])
+            if (ordered := sorted(listed, key=lambda name: rank[name])) != listed:
+                hint = f"write [{', '.join(ordered)}]"
+                mark = source.locate([*path, "arch"])
+                message = "architectures are not in the order of architectures.yaml"
+                fixable = _is_one_line_list(source, mark)
+                yield source.finding(mark, "X382", message, hint, severity="notice", fixable=fixable)
+
+
+def _is_one_line_list(source: SourceFile, mark: tuple[int, int]) -> bool:
+    line = source.raw.decode("utf-8").split("\n")[mark[0] - 1][mark[1] - 1 :]
+    return line.startswith("[") and "]" in line
 
 
 def _pair(dims: MLADimensions) -> str:
@@ -441,6 +552,7 @@ NAME_RULES: tuple[Rule, ...] = (
     requirements_are_readable,
     names_belong_to_one_architecture,
     limits_are_unique,
+    families_are_declared,
     blocks_have_distinct_dims,
 )
 MEANING_RULES: tuple[Rule, ...] = (
@@ -452,4 +564,11 @@ MEANING_RULES: tuple[Rule, ...] = (
     every_kernel_has_its_place,
     models_have_a_block,
 )
-NOTICE_RULES: tuple[Rule, ...] = (possible_cells_are_allowed, files_name_their_schema)
+NOTICE_RULES: tuple[Rule, ...] = (
+    possible_cells_are_allowed,
+    exceptions_are_needed,
+    every_block_has_a_backend,
+    special_orders_differ,
+    lists_are_sorted,
+    files_name_their_schema,
+)

@@ -4,30 +4,58 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mla_prefill.capabilities import checks, load
+from mla_prefill.capabilities.findings import Finding
+from mla_prefill.capabilities.source import SourceFile
 
 MODELINE = "# yaml-language-server: $schema=../schema/{kind}.schema.json\n"
 
 
-def fix(path: Path | None) -> Iterator[str]:
-    """Mends the data at ``path`` (None: the shipped data) and names each file that changed."""
-    sources = load.gather(path)
-    folder = load.DATA_DIR if path is None else path
-    for kind, source in sources.files.items():
-        if path is not None and not path.is_dir() and source.label != str(path):
-            continue  # a single file is checked against the shipped ones, which are not its to change
-        if not source.raw.removeprefix(b"\xef\xbb\xbf").startswith(checks.MODELINE):
-            target = path if path is not None and path.is_file() else folder / f"{kind}.yaml"
-            write(target, MODELINE.format(kind=kind).encode() + source.raw.removeprefix(b"\xef\xbb\xbf"))
+def fix(path: Path | None, extra: Sequence[str | Path] = ()) -> Iterator[str]:
+    """Mends the data at ``path`` (None: the shipped data) or, where overlays are given, these; names what changed."""
+    sources = load.gather(path, extra)
+    findings = [f for f in checks.check(sources) if f.fixable]
+    for kind, source, target in _own(sources, path, extra):
+        content = mended(source, kind, [f for f in findings if f.path == source.label])
+        if content != source.raw:
+            write(target, content)
             yield str(target)
-    if path is None:
+    if path is None and not extra:
         sources = load.gather()
         if not checks.check(sources, notices=False) and checks.compiled_form_is_current(sources):
             write(load.COMPILED, load.compiled_text(sources).encode())
             yield str(load.COMPILED)
+
+
+def _own(
+    sources: load.Sources, path: Path | None, extra: Sequence[str | Path]
+) -> Iterator[tuple[str, SourceFile, Path]]:
+    """(kind, file, where it is) of what the caller named: the sheets it is checked against are not its to change."""
+    if extra:
+        yield from ((kind, source, Path(p)) for (kind, source), p in zip(sources.overlays, extra, strict=True))
+        return
+    for kind, source in sources.files.items():
+        if path is None or path.is_dir():
+            yield kind, source, sources.folder / f"{kind}.yaml"
+        elif source.label == str(path):
+            yield kind, source, path
+
+
+def mended(source: SourceFile, kind: str, findings: Sequence[Finding]) -> bytes:
+    """The file's bytes with lists in order and a modeline; nothing else moves."""
+    lines = source.raw.decode("utf-8", "surrogateescape").split("\n")
+    for finding in sorted(findings, reverse=True):
+        if finding.code == "X382":
+            line, start = lines[finding.line - 1], finding.column - 1
+            end = line.index("]", start) + 1
+            lines[finding.line - 1] = line[:start] + finding.hint.removeprefix("write ") + line[end:]
+    content = "\n".join(lines).encode("utf-8", "surrogateescape")
+    if any(finding.code == "X381" for finding in findings):
+        content = MODELINE.format(kind=kind).encode() + content.removeprefix(b"\xef\xbb\xbf")
+    return content
 
 
 def write(path: Path, content: bytes) -> None:

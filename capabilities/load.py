@@ -33,6 +33,7 @@ _PLACED = (
     ("kernels", "*", "known_bad", "*"),
     ("matrix", "*"),
     ("matrix", "*", "allow", "*"),
+    ("not_allowed", "*"),
     ("orders", "*"),
 )
 
@@ -134,6 +135,9 @@ def document(sources: Sources) -> dict[str, Any]:
                     known["allow"] = known["allow"] + block["allow"]
         else:
             merged[key] = {**merged[key], **content}
+        if kind == "matrix":
+            why_not = _plain(source, source.data.get("not_allowed", []), ("not_allowed",))
+            merged["not_allowed"] = merged.get("not_allowed", []) + why_not
         if kind == "kernels":
             merged["features"] = dict(source.data.get("features", {}))
     merged["measured"] = [[source.label, Path(source.label).name] for source in sources.measured]

@@ -26,6 +26,7 @@ from mla_prefill.capabilities.model import (
     Limit,
     LseConvention,
     MLADimensions,
+    NotAllowed,
     Order,
     Provider,
     Row,
@@ -70,6 +71,7 @@ class Cell(NamedTuple):
     order: Order | None
     offers: tuple[Offer, ...]
     candidate: Candidate
+    not_allowed: NotAllowed | None = None
 
     @property
     def allowed(self) -> bool:
@@ -86,6 +88,7 @@ class Matrix:
 
     Attributes:
         architectures, kernels, blocks: the declared axes and rows, by name.
+        not_allowed: why no row allows some of what the kernel sheet holds possible.
         features: what ``Request.needs`` may name, with a line of explanation each.
         families: the model families of models.yaml, as plain data.
         fingerprint: SHA-256 over the sources; equal fingerprints give equal decisions.
@@ -106,6 +109,7 @@ class Matrix:
             {name: _block(name, raw) for name, raw in document["matrix"].items()}
         )
         self.orders: tuple[Order, ...] = tuple(_order(raw) for raw in document["orders"])
+        self.not_allowed: tuple[NotAllowed, ...] = tuple(map(_not_allowed, document.get("not_allowed", ())))
         self._proof: Mapping[str, str] = document["proof"]
         self._measured = [
             (label, Path(folder or ".", "measured", name)) for label, name in document.get("measured", ())
@@ -120,6 +124,7 @@ class Matrix:
         self._spellings = _spellings(self.architectures)
         self._cells: dict[tuple[str, MLADimensions], tuple[Cell, ...]] = {}
         self._table: dict[tuple[str, int | None, tuple[int, int, int]], tuple[Candidate, ...]] = {}
+        self.answers: dict[Any, Any] = {}  # what a selector remembers for as long as this matrix lives
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
@@ -236,6 +241,14 @@ class Matrix:
                 ):
                     yield row
 
+    def excuse_for(self, arch: str, dims: MLADimensions, kernel: str) -> NotAllowed | None:
+        """The entry that says why no row allows this kernel for this arch and dims."""
+        names = {block.name for block in self._blocks_by_dims.get(dims, ())}
+        for entry in self.not_allowed:
+            if arch in entry.arch and kernel in entry.kernels and (names.intersection(entry.dims or names)):
+                return entry
+        return None
+
     def limit(self, kernel: str, arch: str) -> Limit | None:
         return self._limits.get((kernel, arch))
 
@@ -277,7 +290,8 @@ class Matrix:
                     offers += () if offer is None else (offer,)
             if offers:
                 candidate = replace(candidate, requires=(offers[0].requirement,))
-        return Cell(kernel, limit, fit, row, rank, order, offers, candidate)
+        excuse = None if row else self.excuse_for(arch, dims, kernel.name)
+        return Cell(kernel, limit, fit, row, rank, order, offers, candidate, excuse)
 
     def proof(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None = None) -> str:
         """How well a cell is known: source, built, run, measured or contradicted (the records in data/evidence)."""
@@ -434,6 +448,10 @@ def _row(raw: Mapping[str, Any]) -> Row:
         note=raw.get("note", ""),
         source=raw["@"],
     )
+
+
+def _not_allowed(raw: Mapping[str, Any]) -> NotAllowed:
+    return NotAllowed(_tuple(raw["arch"]), _tuple(raw["kernels"]), _tuple(raw.get("dims")), raw["reason"], raw["@"])
 
 
 def _block(name: str, raw: Mapping[str, Any]) -> Block:

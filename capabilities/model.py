@@ -264,6 +264,17 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class NotAllowed:
+    """Why no row allows cells that the kernel sheet holds possible. ``dims`` are block names, empty for all blocks."""
+
+    arch: tuple[str, ...]
+    kernels: tuple[str, ...]
+    dims: tuple[str, ...]
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """One dims triple and the rows that allow backends for it."""
 

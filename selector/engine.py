@@ -207,7 +207,8 @@ def _weigh(
         pair = f"(qk {request.dims.qk_head_dim}, v {request.dims.v_head_dim})"
         reasons.append(Reason("dims-unsupported", subject, f"{cell.limit} on {arch}", pair, cell.limit.source))
     elif cell.row is None:
-        reasons.append(Reason("no-rule", subject, "a row", f"{request.dims} on {arch}", None))
+        why, source = _why_not(cell)
+        reasons.append(Reason("no-rule", subject, why, f"{request.dims} on {arch}", source))
     if request.dtype not in candidate.dtypes:
         reasons.append(Reason("dtype-unsupported", subject, candidate.dtypes, request.dtype, cell.limit.source))
     if missing := tuple(need for need in request.needs if need not in candidate.provides):
@@ -220,6 +221,11 @@ def _weigh(
             candidate = offer.described if installed is None else offer.installed
             notes = _notes(offer, installed)
     return Verdict(candidate, "rejected" if reasons else "eligible", tuple(reasons), notes)
+
+
+def _why_not(cell: Cell) -> tuple[str, str | None]:
+    """The reason and place on record; for most cells nobody has written a row yet, and there is none."""
+    return (cell.not_allowed.reason, cell.not_allowed.source) if cell.not_allowed else ("deny by default", None)
 
 
 def _offer(

@@ -10,7 +10,7 @@ REASONS: dict[str, str] = {
     "disabled-by-user": "{subject} is disabled by {expected}",
     "arch-unsupported": "{subject} runs on {expected}, not on {actual}",
     "dims-unsupported": "{subject} takes {expected}; got {actual}",
-    "no-rule": "no row allows {subject} for {actual}",
+    "no-rule": "no row allows {subject} for {actual}: {expected}",
     "dtype-unsupported": "{subject} computes in {expected}, not in {actual}",
     "feature-missing": "{subject} provides {expected}, not {actual}",
     "kernel-not-installed": "{subject} is not installed; it comes with {expected}",

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mla_prefill import Environment, Request
 from mla_prefill.backends.records import lined
-from mla_prefill.capabilities import MatrixError, MLADimensions, checks, fixes, load, load_matrix
+from mla_prefill.capabilities import Matrix, MatrixError, MLADimensions, checks, fixes, load, load_matrix
 from mla_prefill.capabilities.findings import CODES, Finding
 from mla_prefill.capabilities.report import FORMATS
+from mla_prefill.selector.engine import decide
 
 Edit = Callable[[str, str, str], Path]
 FA_ROW = "- {arch: [sm90], fa_version: [2, 3, 4], backends: [FLASH_ATTN]}"
@@ -30,6 +32,8 @@ CASES = [
     ("X306", "kernels.yaml", "provides: [lse, ", "provides: [lze, ", "did you mean lse?"),
     ("X307", "kernels.yaml", "dtypes: [bfloat16, float16]", "dtypes: [bfloat16, flot16]", "did you mean float16?"),
     ("X308", "kernels.yaml", "flash-attn-4>=4.0.0b11", "flash-atn-4>=4.0.0b11", "did you mean flash-attn-4?"),
+    ("X305", "matrix.yaml", "dims: [glm_5_3_flash]", "dims: [glm_5_3_flsh]", "did you mean glm_5_3_flash?"),
+    ("X309", "models.yaml", "like: deepseek_v3", "like: deepseek_v33", "did you mean deepseek_v3?"),
     ("X310", "matrix.yaml", FA_ROW, f"{FA_ROW}\n      {FA_ROW}", "fa2 on sm90 for (128, 64, 128) is already allowed"),
     ("X311", "matrix.yaml", FA_ROW, FA_ROW.replace("fa_version: [2, 3, 4], ", ""), "for which FlashAttention version"),
     ("X311", "matrix.yaml", "backends: [TRTLLM_RAGGED]", "fa_version: 4, backends: [TRTLLM_RAGGED]", "never applies"),
@@ -39,6 +43,10 @@ CASES = [
     ("X313", "architectures.yaml", "products: [H100", "products: [B200, H100", "already belongs to"),
     ("X314", "kernels.yaml", "- arch: [sm90]\n", "- arch: [sm90, sm80]\n", "already has limits for sm80"),
     ("X320", "matrix.yaml", FA2_ROW, FA2_ROW.replace("fa_version: 2", "fa_version: [2, 3, 4]").replace("sm80, ", "sm100, sm80, "), "FLASH_ATTN/fa3 cannot run"),
+    ("X322", "matrix.yaml", "kernels: [trtllm_ragged]\n    dims: [glm_5_3_flash]", "kernels: [trtllm_ragged]\n    dims: [glm_5_3_flash, minicpm3]", "nothing is excused for minicpm3"),
+    ("X322", "matrix.yaml", "- arch: [sm80, sm86, sm87, sm89]\n    kernels: [fa3]", "- arch: [sm80, sm86, sm87, sm89, sm100]\n    kernels: [fa3]", "nothing is excused for sm100"),
+    ("X322", "matrix.yaml", "kernels: [fa3]", "kernels: [fa3, aiter]", "nothing is excused for aiter"),
+    ("X323", "matrix.yaml", "- arch: [sm70]\n", "- arch: [sm70, sm75]\n", "narrow one of the two"),
     ("X330", "kernels.yaml", "flash-attn-4>=4.0.0b11", "flash-attn-4>=4.0.0b11,<4.0.0b11", "holds no version"),
     ("X330", "kernels.yaml", 'verified: ">=2.6.0,<2.8.4"', 'verified: ">=2.8,<2.7"', "holds no version"),
     ("X330", "matrix.yaml", FA_ROW, FA_ROW.replace("}", ', requires: ["flash-attn-4<4.0.0b1"]}'), "exclude each other"),
@@ -48,7 +56,11 @@ CASES = [
     ("X341", "priorities.yaml", "order: [fa4, fa3, fa2", "order: [fa4, aiter, fa3, fa2", "aiter runs on none of"),
     ("X341", "priorities.yaml", "order: [fa4, fa3, fa2, flashinfer_fa3, flashinfer_fa2", "order: [torch_math, fa4, fa3, fa2, flashinfer_fa3, flashinfer_fa2", "two places"),
     ("X342", "priorities.yaml", "- arch: [sm90]", "- arch: [sm90, sm110]", "sm110 has a second order"),
+    ("X343", "priorities.yaml", "order: [trtllm_ragged, fa4, flashinfer_cutlass", "order: [fa4, trtllm_ragged, flashinfer_cutlass", "is the same"),
     ("X350", "models.yaml", "dims: [64, 64, 128]", "dims: [64, 64, 136]", "no block of the matrix has"),
+    ("X351", "matrix.yaml", "  - arch: [sm70]\n    kernels: [torch_efficient, torch_math]", "  - arch: [sm70]\n    kernels: [torch_math]", "deepseek_v3 has no backend on sm70"),
+    ("X382", "matrix.yaml", "[sm80, sm86, sm87, sm89], fa_version: 2", "[sm86, sm80, sm87, sm89], fa_version: 2", "write [sm80, sm86, sm87, sm89]"),
+    ("X382", "kernels.yaml", "arch: [sm80, sm86, sm87, sm89, sm90]\n        widths", "arch: [sm80, sm86, sm87, sm90, sm89]\n        widths", "write [sm80, sm86, sm87, sm89, sm90]"),
     ("X381", "matrix.yaml", "# yaml-language-server", "# yaml-server", "no editor modeline"),
 ]  # fmt: skip
 
@@ -66,12 +78,17 @@ def test_each_rule_fails_when_it_should(edited: Edit, code: str, name: str, old:
     text = (load.DATA_DIR / name).read_text(encoding="utf-8")
     start = text[: text.index(old)].count("\n") + 1
     lines = range(start, start + new.count("\n") + 2)
-    assert any(Path(f.path).name == name and f.line in lines for f in found) or code in ("X340", "X342", "X313"), found
+    assert any(Path(f.path).name == name and f.line in lines for f in found) or code in (
+        "X340",
+        "X342",
+        "X313",
+        "X351",
+    ), found
 
 
 def test_every_check_code_has_a_failing_example() -> None:
     """C68: no rule without an example; the reading and schema codes have theirs in test_reading.py."""
-    tested = {case[0] for case in CASES} | {case[0] for case in RECORD_CASES} | {"X321", "X380"}
+    tested = {case[0] for case in CASES} | {case[0] for case in RECORD_CASES} | {"X321", "X380", "X383"}
     assert tested == {code for code in CODES if code.startswith("X")}
 
 
@@ -205,6 +222,46 @@ def test_what_is_possible_but_not_allowed_is_a_notice(edited: Edit) -> None:
     ]
     assert finding.severity == "notice"
     load_matrix(folder)  # a notice never stops a load
+
+
+def test_every_gap_of_the_shipped_matrix_is_explained(matrix: Matrix) -> None:
+    """Nothing is possible and silently not allowed; a kernel without a row says why to whoever asks for it."""
+    assert checks.check_path() == []
+    arch, dims = "sm120", matrix.blocks["mistral_small_4"].dims
+    decision = decide(Request(dims, backend="fa4"), Environment(arch), matrix)
+    [reason] = next(v.reasons for v in decision.verdicts if v.candidate.kernel == "fa4")
+    assert reason.code == "no-rule"
+    assert reason.message == f"no row allows FA4 for {dims} on sm120: {reason.expected}"
+    assert "nobody showed it right" in reason.message
+    assert reason.source is not None
+    number = int(reason.source.rpartition(":")[2])
+    lines = (load.DATA_DIR / "matrix.yaml").read_text(encoding="utf-8").splitlines()
+    assert lines[number - 1].startswith("  - arch: [sm80,")
+
+
+def test_without_an_exception_the_gap_is_back(edited: Edit) -> None:
+    folder = edited(
+        "matrix.yaml",
+        "kernels: [tokenspeed_mla]\n    dims: [mistral_small_4]",
+        "kernels: [tokenspeed_mla]\n    dims: [deepseek_v3]",
+    )
+    codes = {f.code for f in findings_of(folder)}
+    assert codes == {"X321", "X323"}  # deepseek_v3 allows it, mistral_small_4 leaves it without a word
+
+
+def test_an_overlay_alone_makes_no_noise(tmp_path: Path) -> None:
+    """A site may allow what the shipped matrix gives a reason against; only its own mistakes are told."""
+    row = "- {arch: [sm120], fa_version: 4, backends: [FLASH_ATTN]}"
+    text = "schema_version: 1\nmatrix:\n  deepseek_v3:\n    dims: {qk_nope: 128, qk_rope: 64, v_head: 128}\n"
+    text += f"    sources: [{{kind: measurement, ref: our own run}}]\n    allow:\n      {row}\n"
+    site = tmp_path / "site.yaml"
+    site.write_text(text, encoding="utf-8")
+    assert checks.check_path(None, [site]) == []
+    wrong = "not_allowed:\n  - {arch: [sm90, sm80], kernels: [fa4], reason: no, sources: [{kind: issue, ref: a/b#1}]}\n"
+    site.write_text(text + wrong.replace(": no,", ": site,"), encoding="utf-8")
+    assert {(f.code, f.path) for f in checks.check_path(None, [site])} == {("X323", str(site)), ("X382", str(site))}
+    assert [Path(p) for p in fixes.fix(None, [site])] == [site]
+    assert "arch: [sm80, sm90], kernels" in site.read_text(encoding="utf-8")
 
 
 def test_a_changed_source_is_never_answered_from_the_compiled_form(

@@ -107,7 +107,15 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="a data folder, or a file in place of its shipped namesake (default: the shipped data)",
     )
-    command.add_argument("--fix", action="store_true", help="mend what is mechanical (modelines, the compiled form)")
+    command.add_argument(
+        "--matrix", action="append", default=[], metavar="PATH", help="the same as PATH, as other commands have it"
+    )
+    command.add_argument(
+        "--extra", action="append", default=[], metavar="PATH", help="lay this file of rows over it (repeatable)"
+    )
+    command.add_argument(
+        "--fix", action="store_true", help="mend what is mechanical: modelines, lists, the compiled form, docs pages"
+    )
     _add_format(command, "text", "json", "github", "sarif")
 
     command = _add(commands, "verify", "cli_gpu:verify", "run every allowed cell of this machine against float32 math")

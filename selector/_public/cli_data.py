@@ -13,10 +13,10 @@ def check(options: argparse.Namespace) -> int:
     from mla_prefill.capabilities.report import FORMATS
 
     findings = []
-    for path in options.paths or [None]:
+    for path in [*options.paths, *options.matrix] or [None]:
         if options.fix:
-            for fixed in fixes.fix(Path(path) if path else None):
+            for fixed in fixes.fix(Path(path) if path else None, options.extra):
                 progress(f"fixed {fixed}")
-        findings += checks.check_path(path)
+        findings += checks.check_path(path, options.extra)
     print(FORMATS[options.format](findings))
     return NEGATIVE if any(f.severity == "error" for f in findings) else FINE
