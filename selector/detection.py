@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import sys
 from collections.abc import Iterable
@@ -13,26 +14,51 @@ from mla_prefill.capabilities.versions import canonical
 Found = tuple[str, str | None, str]
 
 
+#: There is such a file where a driver runs a GPU, even in a container that lacks the driver's library.
+DEVICE_NODES = ("/dev/nvidiactl", "/dev/kfd")
+
+
 def architecture() -> Found:
-    """(architecture, product name, how it was found): torch if it is loaded already, NVML, the AMD driver, the CPU.
+    """(architecture, product name, how it was found), from the first that answers: a torch that already runs on a GPU,
+    NVML, the AMD driver, torch, the CPU.
 
-    The first visible device counts. torch is asked only if something else imported it; loading it takes seconds.
+    The first visible device counts, or torch's current one. A torch that has not touched the GPU yet is asked after
+    the drivers: asking it would start CUDA, and then the process could not fork workers that use the GPU. It is
+    imported, which takes seconds, only where there is a GPU that no driver library answers for.
     """
-    return _from_torch() or _from_nvml() or _from_amd_driver() or ("cpu", None, "no GPU driver found")
+    return (
+        _from_torch(started=True)
+        or _from_nvml()
+        or _from_amd_driver()
+        or _from_torch(started=False)
+        or ("cpu", None, "no GPU driver found")
+    )
 
 
-def _from_torch() -> Found | None:
+def _from_torch(started: bool) -> Found | None:
     torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "cuda"):
-        return None
     try:
+        if started and not (torch and torch.cuda.is_initialized()):
+            return None
+        if torch is None:
+            if _hidden() or not any(map(os.path.exists, DEVICE_NODES)):
+                return None
+            torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
             return None
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    except Exception:  # a half-imported or broken torch must not break a query; the drivers are asked next
+    except Exception:  # no torch, a broken or a half-imported one: none of them may break a query
         return None
     gcn = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
     return (gcn or f"{properties.major}.{properties.minor}", properties.name, "torch")
+
+
+def _hidden() -> bool:
+    """Whether the variables hide every device."""
+    return None in (
+        _first_visible("CUDA_VISIBLE_DEVICES"),
+        _first_visible("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    )
 
 
 def _from_nvml() -> Found | None:

@@ -6,89 +6,149 @@ Every constraint of every kernel is evaluated in the order of `reasons.REASONS`;
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from mla_prefill.capabilities import versions
-from mla_prefill.capabilities.findings import nearest
+from mla_prefill.capabilities.findings import MatrixError, nearest
 from mla_prefill.capabilities.load import load_matrix
 from mla_prefill.capabilities.matrix import Cell, Matrix, Offer, UnknownNameError
+from mla_prefill.selector import renamed, telling
 from mla_prefill.selector.decision import Constraint, Decision, NoBackendError, Verdict
-from mla_prefill.selector.environment import VARIABLES, Environment
+from mla_prefill.selector.environment import VARIABLES, VISIBLE_DEVICES, Environment, Overrides
 from mla_prefill.selector.reasons import Reason
 from mla_prefill.selector.request import Request
 
-#: Decisions are small; an engine asks a handful of questions. Bounded so that odd callers cannot grow it.
+#: Decisions are small, and an engine asks a handful of questions. Who asks more than this starts anew.
 CACHE_SIZE = 1024
-_decisions: dict[tuple[Any, ...], Decision] = {}
-_matrices: dict[str | None, Matrix] = {}
-_here: dict[tuple[str | None, ...], Environment] = {}
+_V = TypeVar("_V")
+
+
+class _State:
+    """Everything remembered between questions. It is replaced as a whole, so no thread ever sees half of a change."""
+
+    def __init__(self, in_force: Matrix | None = None, path: str | None = None) -> None:
+        self.in_force = in_force  # what `reload` was given; None: the environment's
+        self.path = path
+        self.epoch = object()
+        self.answers: dict[Any, Decision] = {}
+        self.here: dict[Any, Environment] = {}
+        self.matrices: dict[str | None, Matrix] = {}
+
+
+_state = _State()
+_reloading = threading.Lock()
+
+
+def _unlock_after_fork() -> None:
+    global _reloading
+    _reloading = threading.Lock()  # the thread that held it is not in the child
+
+
+os.register_at_fork(after_in_child=_unlock_after_fork)
 
 
 def select(request: Request, environment: Environment | None = None, matrix: Matrix | None = None) -> Decision:
     """The backend for this request, with every reason against the others.
 
     Pure given all three arguments. Without ``environment`` it is this machine with its environment variables (read
-    again whenever one of them changes); without ``matrix`` the shipped one, or what MLA_PREFILL_MATRIX names.
+    again whenever one of them changes); without ``matrix`` the one in force (see `reload`), what MLA_PREFILL_MATRIX
+    names, or the shipped one. Answers are remembered; safe in threads and after fork. Each distinct decision is told
+    once to the logger ``mla_prefill``.
 
     Raises:
         NoBackendError: nothing is eligible; it carries the decision.
         UnknownNameError: the request or an override names a backend, FA version or feature that nobody declared.
         MatrixError, EnvironmentVariableError: what was to be read cannot be used.
     """
-    key = (
-        request,
-        environment,
-        matrix,
-        _raw_get(_BACKEND),
-        _raw_get(_FA_VERSION),
-        _raw_get(_DISABLE),
-        _raw_get(_MATRIX),
-    )
-    decision = _decisions.get(key)
+    state = _state
+    answers: dict[Any, Decision] = (state if matrix is None else matrix).answers
+    # Where the machine is asked for, its answer hangs on the variables, and on what `clear` forgets.
+    key: Any = (request, environment) if environment is not None else (request, state.epoch, *map(_raw_get, _READ))
+    decision = answers.get(key)
     if decision is None:
         if environment is None:
-            environment = here()
-        decision = decide(request, environment, matrix_of(environment) if matrix is None else matrix)
-        while len(_decisions) >= CACHE_SIZE:
-            _decisions.pop(next(iter(_decisions)), None)
-        _decisions[key] = decision
+            environment = here(state)
+        decision = decide(request, environment, matrix_of(environment, state) if matrix is None else matrix)
+        decision = _remember(answers, key, decision, CACHE_SIZE)
+        telling.decision(decision)
     if decision.chosen is None:
         raise NoBackendError(decision)
     return decision
 
 
+def reload(path: str | Path | None = None) -> Matrix:
+    """Reads the matrix again and puts it in force for every later question that names none; returns it.
+
+    All or nothing: a matrix that cannot be read or fails its checks is logged (each failure once) and raised, and the
+    one in force stays. Questions that are being answered meanwhile get the old one.
+
+    Args:
+        path: a matrix file or data folder, which from now on beats MLA_PREFILL_MATRIX. None: the one in force again.
+
+    Raises:
+        MatrixError, OSError: it cannot be used.
+    """
+    global _state
+    with _reloading:  # of two reloads the later one wins
+        given = _state.path if path is None else str(path)
+        source = given or Overrides.from_environ().matrix
+        try:
+            fresh = load_matrix(source)
+        except (MatrixError, OSError) as error:
+            telling.warning("the matrix in force stays: %s cannot be used: %s", source or "the shipped matrix", error)
+            raise
+        state = _State(fresh if given else None, given)
+        state.matrices[source] = fresh
+        _state = state
+    return fresh
+
+
 def clear() -> None:
-    """Forgets cached decisions, the detected machine and loaded matrices: the next question starts anew."""
-    _decisions.clear()
-    _here.clear()
-    _matrices.clear()
+    """Forgets decisions, the detected machine, matrices and what `reload` put in force."""
+    global _state
+    _state = _State()
+    telling.clear()
 
 
-# Reading four variables through os.environ costs 2 us, ten times a cached decision. The mapping underneath costs
-# 0.15 us for all four; where an interpreter has no such thing, os.environ itself is asked.
+# Reading variables through os.environ costs 0.5 us each, more than a remembered decision. The mapping underneath costs
+# a tenth; where an interpreter has no such thing, os.environ itself is asked.
 _raw_get = getattr(os.environ, "_data", os.environ).get
 _encode = os.environ.encodekey if hasattr(os.environ, "_data") else str
-_BACKEND, _FA_VERSION, _DISABLE, _MATRIX = map(_encode, VARIABLES)
+#: Every variable that an answer about this machine hangs on.
+_READ = tuple(map(_encode, (*VARIABLES, *renamed.VARIABLES, *VISIBLE_DEVICES)))
 
 
-def here() -> Environment:
-    """This machine, detected once, and again when one of our environment variables changes."""
-    state = tuple(map(os.environ.get, VARIABLES))
-    environment = _here.get(state)
+def here(state: _State | None = None) -> Environment:
+    """This machine, detected once, and again when one of the variables changes."""
+    state = state or _state
+    key = tuple(map(_raw_get, _READ))
+    environment = state.here.get(key)
     if environment is None:
-        environment = Environment.detect()
-        _here.clear()
-        _here[state] = environment
+        overrides = Overrides.from_environ()
+        matrix = _matrix_at(overrides.matrix, state)
+        environment = _remember(state.here, key, Environment.detect(matrix.distributions), 16)
     return environment
 
 
-def matrix_of(environment: Environment) -> Matrix:
-    """The matrix that this environment asks for, loaded once."""
-    path = environment.overrides.matrix
-    matrix = _matrices.get(path)
-    if matrix is None:
-        matrix = _matrices.setdefault(path, load_matrix(path))
-    return matrix
+def matrix_of(environment: Environment, state: _State | None = None) -> Matrix:
+    """The matrix for a question that names none."""
+    return _matrix_at(environment.overrides.matrix, state or _state)
+
+
+def _matrix_at(path: str | None, state: _State) -> Matrix:
+    if state.in_force is not None:
+        return state.in_force
+    matrix = state.matrices.get(path)
+    return _remember(state.matrices, path, load_matrix(path), 16) if matrix is None else matrix
+
+
+def _remember(cache: dict[Any, _V], key: Any, value: _V, size: int) -> _V:
+    """Keeps a value, and gives every thread the same one. No lock: each step is one operation of the dictionary."""
+    if len(cache) >= size:
+        cache.clear()
+    return cache.setdefault(key, value)
 
 
 class _Asked(NamedTuple):
@@ -158,7 +218,12 @@ def _require_known(asked: _Asked, request: Request, matrix: Matrix) -> None:
     for what, given in (("backend", (asked.backend,) if asked.backend else ()), ("disable", asked.disable)):
         for name in given:
             if name not in names:
-                raise UnknownNameError(f"unknown backend {name!r} ({origins[what]}); {nearest(name, names)}")
+                gone = renamed.BACKENDS.get(name)
+                raise UnknownNameError(
+                    f"backend {name} ({origins[what]}) was {gone}"
+                    if gone
+                    else f"unknown backend {name!r} ({origins[what]}); {nearest(name, names)}"
+                )
     if asked.fa_version is not None and asked.fa_version not in matrix.fa_versions:
         known = ", ".join(map(str, matrix.fa_versions))
         raise UnknownNameError(

@@ -6,11 +6,12 @@ Only packages' metadata is read. No kernel package and no torch is imported to a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities.findings import nearest
 from mla_prefill.capabilities.versions import canonical
+from mla_prefill.selector import renamed
 
 if TYPE_CHECKING:
     from mla_prefill.capabilities.matrix import Matrix
@@ -23,6 +24,8 @@ VARIABLES = {
     "MLA_PREFILL_DISABLE": "comma list of backends or kernels never to use",
     "MLA_PREFILL_MATRIX": "a matrix file or data folder in place of the shipped one",
 }
+#: Which devices a process sees, and so which one it is asked about; the drivers' own variables.
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 class EnvironmentVariableError(ValueError):
@@ -40,7 +43,10 @@ class Overrides(NamedTuple):
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Overrides:
         """Reads the variables of `VARIABLES`. An unknown name with our prefix is an error, not a silent no-op."""
-        environ = os.environ if environ is None else environ
+        try:
+            environ = renamed.variables(os.environ if environ is None else environ)
+        except ValueError as error:
+            raise EnvironmentVariableError(str(error)) from None
         for name in environ:
             if name.startswith(PREFIX) and name not in VARIABLES:
                 raise EnvironmentVariableError(f"unknown environment variable {name}; {nearest(name, VARIABLES)}")
@@ -102,6 +108,10 @@ class Environment(_Fields):
             detected_by,
         )
 
+    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """What `__new__` takes, so that it can be pickled and sent to other ranks."""
+        return (self.arch, self.installed, dict(self.import_errors), self.overrides, self.device, self.detected_by)
+
     @property
     def installed(self) -> dict[str, str] | None:
         return None if self.packages is None else dict(self.packages)
@@ -120,7 +130,7 @@ class Environment(_Fields):
 
     @classmethod
     def detect(cls, distributions: Iterable[str] | None = None, arch: str | None = None) -> Environment:
-        """This machine, without importing torch or a kernel package.
+        """This machine, without importing a kernel package, and torch only where no driver library answers.
 
         Args:
             distributions: the packages to look for; None: those of the shipped kernel sheet.
@@ -143,8 +153,10 @@ def _pairs(mapping: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((canonical(str(name)), str(value)) for name, value in mapping.items()))
 
 
-def report(environment: Environment, matrix: Matrix) -> dict[str, Any]:
-    """What an operator pastes into a bug report, as plain data."""
+def report(
+    environment: Environment, matrix: Matrix, notes: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, Any]:
+    """What an operator pastes into a bug report, as plain data; ``notes`` on packages are those of a probe."""
     import platform
 
     errors = dict(environment.import_errors)
@@ -157,6 +169,7 @@ def report(environment: Environment, matrix: Matrix) -> dict[str, Any]:
                 k.name for k in matrix.kernels.values() if any(canonical(p.distribution) == name for p in k.providers)
             ],
             "import_error": errors.get(name),
+            "notes": list((notes or {}).get(name, ())),
         }
         for name in matrix.distributions
     ]
@@ -192,5 +205,6 @@ def report_text(report: Mapping[str, Any]) -> str:
         lines.append(f"package   {provider['distribution']:24} {state:16} {', '.join(provider['kernels'])}")
         if provider["import_error"]:
             lines.append(f"          import fails: {provider['import_error']}")
+        lines += [f"          {note}" for note in provider["notes"]]
     lines += [f"variable  {name}={value}" for name, value in report["variables"].items() if value is not None]
     return "\n".join(lines)

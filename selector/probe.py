@@ -1,47 +1,89 @@
-"""Importing kernel packages in child processes: what a broken install raises becomes text, not a traceback."""
+"""What is wrong with installed kernel packages: imports in child processes, and what files and metadata tell.
+
+What a broken install raises becomes text, not a traceback, and nothing is imported here.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.capabilities.versions import canonical
+from mla_prefill.selector.detection import installed as installed_of
 
 TIMEOUT_S = 120
+#: Packages that must have the same version, local part aside (flashinfer-ai/flashinfer#4337).
+COMPANIONS = {"flashinfer-python": ("flashinfer-cubin", "flashinfer-jit-cache")}
+#: How the setup of FlashAttention 3 names what a build leaves out, in the module whose name ends so.
+_BUILD_CONFIG, _LEFT_OUT = "_config.py", "_DISABLE_"
 # torch first: the kernel packages' own extensions need its libraries loaded. Any exception is an answer.
 _CHILD = """
-import importlib, sys
+import importlib, json, sys
+said, modules = {"error": None, "flags": {}}, []
 try:
     for name in sys.argv[1:]:
-        importlib.import_module(name)
+        modules.append(importlib.import_module(name))
 except BaseException as error:
-    text = " ".join(str(error).split())
-    print(f"{type(error).__name__}: {text}"[:500])
-    sys.exit(3)
+    said["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+for module in modules:
+    config = getattr(module, "CONFIG", None)
+    if isinstance(config, dict) and isinstance(config.get("build_flags"), dict):
+        said["flags"].update(config["build_flags"])
+torch = modules[0] if modules and modules[0].__name__ == "torch" else None
+if torch is not None:
+    said["torch"] = {"cuda": torch.version.cuda, "hip": torch.version.hip, "arch": torch.cuda.get_arch_list()}
+print(json.dumps(said, default=str))
 """
 
 
-def probe(matrix: Matrix, installed: Mapping[str, str], report: Callable[[str], None]) -> dict[str, str]:
-    """Distribution -> what importing its modules raised, for those installed packages that cannot be imported."""
-    modules: dict[str, list[str]] = {}
-    for kernel in matrix.kernels.values():
-        for provider in kernel.providers:
-            name = canonical(provider.distribution)
-            if name in installed and provider.module not in modules.setdefault(name, []):
-                modules[name].append(provider.module)
-    errors = {}
+class Probed(NamedTuple):
+    """What a probe found: ``errors`` as `Environment.import_errors` takes them, ``notes`` on each distribution."""
+
+    errors: dict[str, str]
+    notes: dict[str, list[str]]
+
+
+def probe(matrix: Matrix, installed: Mapping[str, str], report: Callable[[str], None]) -> Probed:
+    """Imports the modules of every installed package in a child process, and looks at its files."""
+    modules = {name: list(dict.fromkeys(wanted)) for name, wanted in _modules(matrix).items()}
+    errors: dict[str, str] = {}
+    notes = {name: list(_from_files(name, wanted, installed)) for name, wanted in modules.items()}
     for name, wanted in modules.items():
+        if name not in installed:
+            continue
         report(f"importing {', '.join(wanted)} of {name} {installed[name]}")
         first = ["torch"] if "torch" in installed and name != "torch" else []
-        if error := import_error([*first, *wanted]):
+        error, facts = _imported([*first, *_build_configs(name), *wanted], TIMEOUT_S)
+        if error:
             errors[name] = error
-    return errors
+        notes[name] += [*_diagnosis(error or "", installed), *_from_build(name, facts)]
+    return Probed(errors, {name: said for name, said in notes.items() if said})
 
 
 def import_error(modules: list[str], timeout_s: float = TIMEOUT_S) -> str | None:
     """What importing these modules, in order, raises in a fresh interpreter; None where it works."""
+    return _imported(modules, timeout_s)[0]
+
+
+def _modules(matrix: Matrix) -> dict[str, list[str]]:
+    modules: dict[str, list[str]] = {}
+    for kernel in matrix.kernels.values():
+        for provider in kernel.providers:
+            modules.setdefault(canonical(provider.distribution), []).append(provider.module)
+    return modules
+
+
+def _imported(modules: list[str], timeout_s: float) -> tuple[str | None, dict[str, Any]]:
+    """(what importing raised, or None; what the child tells about the builds)."""
     try:
         # -P (3.11) is not at hand on 3.10; -c puts the working directory on sys.path, so the child starts elsewhere.
         done = subprocess.run(
@@ -53,11 +95,118 @@ def import_error(modules: list[str], timeout_s: float = TIMEOUT_S) -> str | None
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"importing took longer than {timeout_s:.0f} s"
-    if done.returncode == 0:
-        return None
-    said = done.stdout.strip().splitlines()
-    if done.returncode == 3 and said:
-        return said[-1]
+        return f"importing took longer than {timeout_s:.0f} s", {}
+    with suppress(ValueError, IndexError):
+        if done.returncode == 0 and isinstance(said := json.loads(done.stdout.splitlines()[-1]), dict):
+            return said["error"], said
     tail = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return f"the interpreter ended with status {done.returncode}: {tail}"
+    return f"the interpreter ended with status {done.returncode}: {tail}", {}
+
+
+# ---- what a child said ----------------------------------------------------------------------------------------------
+
+
+def _diagnosis(error: str, installed: Mapping[str, str]) -> Iterator[str]:
+    if "undefined symbol" in error:
+        torch = installed.get("torch")
+        beside = f"torch {torch} that is installed" if torch else "PyTorch at hand (none is installed)"
+        yield f"broken install: its binary was built for another PyTorch than the {beside}"
+    elif "cannot open shared object file" in error:
+        yield "broken install: a library that its binary was built for is missing"
+
+
+def _from_build(name: str, facts: Mapping[str, Any]) -> Iterator[str]:
+    left_out = [flag.partition(_LEFT_OUT)[2] for flag, on in facts.get("flags", {}).items() if on and _LEFT_OUT in flag]
+    if left_out:
+        yield f"built without {', '.join(left_out)}"
+    if name == "torch" and (torch := facts.get("torch")):
+        platform = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}" if torch["hip"] else ""
+        arches = f", for {' '.join(torch['arch'])}" if torch["arch"] else ""
+        yield f"built with {platform}{arches}" if platform else "built without CUDA and ROCm: no kernel runs on a GPU"
+
+
+def _build_configs(name: str) -> list[str]:
+    """Top-level modules of a package that say how it was built."""
+    files = _files(name)
+    return [path.removesuffix(".py") for path in files if path.endswith(_BUILD_CONFIG) and "/" not in path]
+
+
+# ---- what files and metadata say ------------------------------------------------------------------------------------
+
+
+def _from_files(name: str, modules: list[str], installed: Mapping[str, str]) -> Iterator[str]:
+    version = installed.get(name)
+    for module in modules:
+        yield from _alien(name, module) if version is None else _overwritten(name, module)
+    if version is None:
+        return
+    if local := version.partition("+")[2]:
+        yield f"+{local} names the flavour of the build and counts in no version range"
+    for companion, other in installed_of(COMPANIONS.get(name, ())).items():
+        if other.partition("+")[0] != version.partition("+")[0]:
+            yield f"{companion} {other} does not go with it: install {companion}=={version.partition('+')[0]}"
+
+
+def _alien(name: str, module: str) -> Iterator[str]:
+    """A module that can be found though its package is not installed: what others detect the package by."""
+    found, holders = _on_disk(module), _owners(module)
+    if found is None or name in map(canonical, holders):
+        return
+    owners = [f"{owner} {distribution(owner).version}" for owner in holders]
+    whose = f" (from {', '.join(owners)})" if owners else ""
+    if found.is_dir():
+        yield f"{module} is a namespace package here{whose}: importing it works, and it is not {name}"
+    else:
+        yield f"{module} is there{whose}, but it is not {name}"
+
+
+def _overwritten(name: str, module: str) -> Iterator[str]:
+    """A file that is no longer what this package installed: two packages hold the same path."""
+    for path in _paths(module):
+        file = next((f for f in _distribution_files(name) if f.as_posix() == path), None)
+        if file is None or file.hash is None or file.hash.mode != "sha256":
+            continue
+        try:
+            raw = Path(str(file.locate())).read_bytes()
+        except OSError:
+            yield f"{path} is missing: reinstall {name}"
+            continue
+        if base64.urlsafe_b64encode(hashlib.sha256(raw).digest()).rstrip(b"=").decode() != file.hash.value:
+            others = [owner for owner in _owners(module) if canonical(owner) != name and path in _files(owner)]
+            who = f": {', '.join(others)} holds it too; reinstall {name} last" if others else f": reinstall {name}"
+            yield f"{path} is not the file that it installed{who}"
+
+
+def _owners(module: str) -> list[str]:
+    """The distributions that hold a module, or anything under its first name where none holds it whole."""
+    near = sorted(set(packages_distributions().get(module.partition(".")[0], ())))
+    return [owner for owner in near if not _paths(module).isdisjoint(_files(owner))] or near
+
+
+def _on_disk(module: str) -> Path | None:
+    """The file of a module, or its folder where it is a namespace package; found as import would, without importing."""
+    folders = []
+    for entry in sys.path:
+        base = Path(entry or ".", *module.split("."))
+        for file in (base / "__init__.py", base.with_suffix(".py")):
+            if file.is_file():
+                return file
+        folders += [base] if base.is_dir() else []
+    return folders[0] if folders else None
+
+
+def _paths(module: str) -> set[str]:
+    path = module.replace(".", "/")
+    return {f"{path}.py", f"{path}/__init__.py"}
+
+
+def _files(name: str) -> set[str]:
+    return {file.as_posix() for file in _distribution_files(name)}
+
+
+def _distribution_files(name: str) -> list[Any]:
+    try:
+        found: Distribution = distribution(name)
+        return list(found.files or ())
+    except (PackageNotFoundError, OSError, ValueError):
+        return []

@@ -62,7 +62,8 @@ def test_c45_the_distribution_decides_not_the_module(site: Path) -> None:
 def test_c35_c47_whatever_an_import_raises_is_kept_as_text(site: Path, body: str, says: str) -> None:
     install(site, "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": f"import sys\n{body}\n"})
     said: list[str] = []
-    errors = probe(MATRIX, {"fa3-fwd": "0.0.3"}, said.append)
+    errors, notes = probe(MATRIX, {"fa3-fwd": "0.0.3"}, said.append)
+    assert any("broken install" in note for note in notes.get("fa3-fwd", ())) == ("OSError" in says or "symbol" in says)
     assert says in errors["fa3-fwd"]
     assert "\n" not in errors["fa3-fwd"]
     assert said == ["importing fa3_fwd_interface of fa3-fwd 0.0.3"]
@@ -75,7 +76,7 @@ def test_c35_c47_whatever_an_import_raises_is_kept_as_text(site: Path, body: str
 
 def test_c48_a_package_that_works_is_no_error_and_is_imported_in_the_child_only(site: Path) -> None:
     install(site, "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": ""})
-    assert probe(MATRIX, {"fa3-fwd": "0.0.3"}, lambda _: None) == {}
+    assert probe(MATRIX, {"fa3-fwd": "0.0.3"}, lambda _: None) == ({}, {})
     assert "fa3_fwd_interface" not in sys.modules
 
 

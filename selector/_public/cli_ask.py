@@ -148,9 +148,11 @@ def env(options: argparse.Namespace) -> int:
 
     matrix = matrix_of(options)
     here = Environment.detect(matrix.distributions)
+    notes: dict[str, list[str]] = {}
     if options.probe:
-        here = here.replace(import_errors=probe(matrix, here.installed or {}, progress))
-    report = variables.report(here, matrix)
+        errors, notes = probe(matrix, here.installed or {}, progress)
+        here = here.replace(import_errors=errors)
+    report = variables.report(here, matrix, notes)
     if options.format == "json":
         print(json.dumps(report, indent=2))
     else:
