@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mla_prefill.selector.decision import Constraint, Decision, Hint, NoBackendError, Verdict
-from mla_prefill.selector.engine import clear, decide, select
+from mla_prefill.selector.engine import clear, decide, reload, select
 from mla_prefill.selector.environment import Environment, EnvironmentVariableError, Overrides
 from mla_prefill.selector.reasons import Reason
 from mla_prefill.selector.request import BatchShape, Request, RequestError
@@ -23,5 +23,6 @@ __all__ = [
     "Verdict",
     "clear",
     "decide",
+    "reload",
     "select",
 ]

@@ -24,6 +24,7 @@ from mla_prefill.selector import (
     Request,
     RequestError,
     clear,
+    reload,
     select,
 )
 
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "load_matrix",
     "merge_attention_states",
+    "reload",
     "select",
 ]
 
@@ -63,4 +65,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("mla-prefill")
+    from mla_prefill.selector import renamed
+
+    if (now := renamed.name(name)) is not None:
+        return globals()[now] if now in globals() else __getattr__(now)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
