@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mla_prefill.capabilities.load import DATA_DIR
+from mla_prefill.capabilities.load import DATA_DIR, in_checkout
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.selector import detection
 
@@ -76,8 +76,7 @@ def target(kind: str, stem: str, output: str | Path | None = None, suffix: str =
 
 
 def default_folder(kind: str) -> Path:
-    in_checkout = (DATA_DIR.parent.parent / "pyproject.toml").is_file()
-    return DATA_DIR / kind if in_checkout and os.access(DATA_DIR, os.W_OK) else Path()
+    return DATA_DIR / kind if in_checkout() and os.access(DATA_DIR, os.W_OK) else Path()
 
 
 def write(path: Path, text: str) -> None:

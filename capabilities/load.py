@@ -79,6 +79,11 @@ def shipped_fingerprint() -> str:
     return _fingerprint(blobs + [(kind, path.read_bytes()) for kind in kinds for path in _records(DATA_DIR, kind)])
 
 
+def in_checkout() -> bool:
+    """Whether the shipped data lies in a checkout, where it is there to be changed."""
+    return (DATA_DIR.parent.parent / "pyproject.toml").is_file()
+
+
 def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> Sources:
     """Reads (but does not parse) the files that make a matrix.
 

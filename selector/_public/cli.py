@@ -118,6 +118,27 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_format(command, "text", "json", "github", "sarif")
 
+    command = _add(
+        commands, "add", "cli_change:add", "write the block of a new model's dims, proposed from the kernel sheet"
+    )
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="config.json or params.json, or its folder")
+    command.add_argument("--name", metavar="NAME", help="of the block (default: the model family's, or the folder's)")
+    command.add_argument("--dims", metavar="NOPE,ROPE,V", help="without CONFIG, or which of several that it states")
+    command.add_argument("--source", metavar="REF", help="where the dims can be read (default: the CONFIG)")
+    command.add_argument(
+        "--build", action="store_true", help="compile FA4 for every architecture first (needs flash-attn-4, no GPU)"
+    )
+    command.add_argument("--output", metavar="FILE", help="put it into a file of your own, for --extra")
+    command.add_argument("--dry-run", action="store_true", help="show it, write nothing")
+    _add_matrix(command)
+    _add_format(command)
+
+    command = _add(commands, "diff", "cli_change:diff", "decisions that change between two matrices or git revisions")
+    command.add_argument("old", metavar="OLD", help="a data folder, a file, a git revision, or REVISION:PATH")
+    command.add_argument("new", metavar="NEW", nargs="?", help="the same (default: the shipped data)")
+    command.add_argument("--overlay", action="store_true", help="OLD and NEW are files to lay over the shipped data")
+    _add_format(command, "text", "md", "json")
+
     command = _add(commands, "verify", "cli_gpu:verify", "run every allowed cell of this machine against float32 math")
     _add_cells(command)
     command.add_argument(

@@ -33,7 +33,7 @@ def matrix_of(options: argparse.Namespace) -> Matrix:
 def model(options: argparse.Namespace, matrix: Matrix) -> tuple[MLADimensions, int | None]:
     """(dims, attention heads where they are known) of --dims, --model or --config."""
     if options.dims is not None:
-        return _typed_dims(options.dims), None
+        return typed_dims(options.dims), None
     if options.model is not None:
         return _named_model(options.model, matrix)
     from mla_prefill.capabilities.configs import ModelDims, read_config
@@ -44,7 +44,7 @@ def model(options: argparse.Namespace, matrix: Matrix) -> tuple[MLADimensions, i
     return answer.dims, answer.num_attention_heads
 
 
-def _typed_dims(text: str) -> MLADimensions:
+def typed_dims(text: str) -> MLADimensions:
     from mla_prefill.capabilities.model import MLADimensions
 
     parts = text.replace(" ", "").strip("()").split(",")
@@ -77,7 +77,7 @@ def cells(options: argparse.Namespace, matrix: Matrix) -> tuple[list[str], list[
     for kernel in kernels:
         if kernel not in matrix.kernels:
             raise UsageError(f"unknown kernel {kernel!r}; {nearest(kernel, matrix.kernels)}")
-    wanted = [_typed_dims(text) for text in options.dims or []]
+    wanted = [typed_dims(text) for text in options.dims or []]
     wanted += [_named_model(name, matrix)[0] for name in options.model or []]
     return kernels, list(dict.fromkeys(wanted))
 
