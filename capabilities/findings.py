@@ -36,7 +36,7 @@ class MatrixError(ValueError):
         super().__init__("\n".join(map(str, self.findings)))
 
 
-#: Every code with its title; the generated docs page and the SARIF rules come from here.
+#: Every code with its title; the generated docs page and the SARIF rules come from here and from ADVICE.
 CODES: dict[str, str] = {
     "Y100": "the file is too large or too deeply nested",
     "Y101": "the file is not readable YAML",
@@ -88,6 +88,60 @@ CODES: dict[str, str] = {
     "X381": "the editor modeline is missing",
     "X382": "architectures are not in their order",
     "X383": "a generated page is out of date",
+}
+
+#: Code -> what to do about it, for the docs page and for code scanning.
+ADVICE: dict[str, str] = {
+    "Y100": "Split it; no data file here needs 8 MiB or 32 levels",
+    "Y101": "Mend the syntax at the place named",
+    "Y102": "Keep one of the two",
+    "Y103": "Write the value out",
+    "Y104": 'Quote it: `"9.0"`, `"no"`',
+    "Y105": "Save it as UTF-8",
+    "Y106": "Quote it, or name the key",
+    "Y107": "Write its top-level key, or remove the file",
+    "Y108": "Keep one; remove the `---`",
+    "S200": "Follow the description in the hint",
+    "S201": "Take the key that the hint names",
+    "S202": "Add it",
+    "S203": "Write the type named; a version or capability is text, so quote it",
+    "S204": "Take one of the values in the hint",
+    "S205": "Follow the description in the hint",
+    "S206": "Use a release that reads it",
+    "X301": "Take an id of architectures.yaml, or add the architecture there",
+    "X302": "Take a kernel of kernels.yaml",
+    "X303": "Take a backend of kernels.yaml",
+    "X304": "Take 2, 3 or 4",
+    "X305": "Take a block of matrix.yaml",
+    "X306": "Take a feature of kernels.yaml, or describe it there",
+    "X307": "Write it as PyTorch does: `bfloat16`",
+    "X308": "Take a provider of kernels.yaml, as pip spells it",
+    "X309": "Take a family of models.yaml",
+    "X310": "Remove one of the two rows",
+    "X311": "Give FLASH_ATTN rows an `fa_version`, others none; or widen `kernels`",
+    "X312": "Add the rows to the first block",
+    "X313": "Keep it with one",
+    "X314": "Merge them into one entry",
+    "X320": "Remove the architecture from the row; if the kernel can after all, its limits and their source come first",
+    "X321": "Add a row, or say why not under `not_allowed`",
+    "X322": "Remove what it names: the kernel sheet holds none of it possible",
+    "X323": "Narrow the row or the `not_allowed` entry",
+    "X330": "Turn the bounds round, or take out the clause that excludes the rest",
+    "X331": "Write the bound as a pre-release: `>=4.0.0b5`",
+    "X332": "Write PEP 440 (`>=2.6,<3`), or PEP 508 with the name before it",
+    "X340": "Add it to `order`, or to `on_request` with the reason",
+    "X341": "Remove it from the order",
+    "X342": "Keep one order without `dims` for each architecture",
+    "X343": "Remove it: the order without `dims` says the same",
+    "X350": "Add a block to matrix.yaml, or mend the family's dims",
+    "X351": "Add a row, or say why not under `not_allowed`",
+    "X360": "Write it anew with `mla-prefill verify` or `bench`, or remove it",
+    "X361": "Remove the row or bound its versions with `requires`; or remove a record that is out of date",
+    "X362": "Correct the kernel's limits, with the record as their source",
+    "X380": "Run `mla-prefill check --fix`",
+    "X381": "Run `mla-prefill check --fix`",
+    "X382": "Run `mla-prefill check --fix`; by hand where the list takes several lines",
+    "X383": "Run `mla-prefill check --fix`",
 }
 
 

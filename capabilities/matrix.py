@@ -290,7 +290,7 @@ class Matrix:
                     offers += () if offer is None else (offer,)
             if offers:
                 candidate = replace(candidate, requires=(offers[0].requirement,))
-        excuse = None if row else self.excuse_for(arch, dims, kernel.name)
+        excuse = self.excuse_for(arch, dims, kernel.name) if offers and row is None else None
         return Cell(kernel, limit, fit, row, rank, order, offers, candidate, excuse)
 
     def proof(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None = None) -> str:
@@ -416,6 +416,7 @@ def _known_bad(raw: Mapping[str, Any]) -> KnownBad:
         needs=_tuple(raw.get("needs")),
         reason=raw["reason"],
         source=raw["@"],
+        refs=tuple(source["ref"] for source in raw["sources"]),
     )
 
 

@@ -174,6 +174,7 @@ class KnownBad:
     needs: tuple[str, ...]
     reason: str
     source: str
+    refs: tuple[str, ...] = ()
 
     def concerns(self, arch: str, dims: MLADimensions) -> bool:
         if arch not in self.arch:

@@ -36,6 +36,22 @@ MEANINGS: dict[str, str] = {
     "lower-priority": "It is eligible; another candidate comes first.",
 }
 
+#: What to do about each.
+CURES: dict[str, str] = {
+    "not-requested": "Ask for it by name: `--backend`",
+    "disabled-by-user": "Unset the variable",
+    "arch-unsupported": "Nothing on this GPU",
+    "dims-unsupported": "Another kernel; the text says what it takes",
+    "no-rule": "[Add a row](../CONTRIBUTING.md#a-models-dims), or lay your own over the matrix",
+    "dtype-unsupported": "Another dtype, or another package",
+    "feature-missing": "Do without it, or another kernel",
+    "kernel-not-installed": "Install one of those named",
+    "kernel-import-failed": "Reinstall it for the PyTorch at hand; `mla-prefill env --probe` shows the error",
+    "version-out-of-range": "Install a version in the range named",
+    "known-bad": "Install a version outside the range named",
+    "lower-priority": "Nothing, or ask for it by name",
+}
+
 
 class Reason(NamedTuple):
     """One reason against one kernel: a code, what was expected, what was found, and the row that says so."""

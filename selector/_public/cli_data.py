@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mla_prefill.cli_options import FINE, NEGATIVE, progress
+
+if TYPE_CHECKING:
+    from mla_prefill.capabilities.findings import Finding
 
 
 def check(options: argparse.Namespace) -> int:
@@ -18,5 +22,20 @@ def check(options: argparse.Namespace) -> int:
             for fixed in fixes.fix(Path(path) if path else None, options.extra):
                 progress(f"fixed {fixed}")
         findings += checks.check_path(path, options.extra)
+        if path is None and not options.extra and not any(f.severity == "error" for f in findings):
+            findings += _pages(options.fix)
     print(FORMATS[options.format](findings))
     return NEGATIVE if any(f.severity == "error" for f in findings) else FINE
+
+
+def _pages(fix: bool) -> list[Finding]:
+    """The generated pages of a checkout, held to the compiled matrix; they name reasons, which only we know here."""
+    from mla_prefill.capabilities import pages
+    from mla_prefill.capabilities.load import load_matrix
+    from mla_prefill.selector.reasons import CURES, MEANINGS, REASONS
+
+    wanted = pages.sections(load_matrix(), [(code, MEANINGS[code], CURES[code]) for code in REASONS])
+    if fix:
+        for fixed in pages.rewrite(wanted):
+            progress(f"fixed {fixed}")
+    return list(pages.stale(wanted))
