@@ -5,6 +5,7 @@ from __future__ import annotations
 from mla_prefill.selector.decision import Constraint, Decision, Hint, NoBackendError, Verdict
 from mla_prefill.selector.engine import clear, decide, reload, select
 from mla_prefill.selector.environment import Environment, EnvironmentVariableError, Overrides
+from mla_prefill.selector.group import GroupDecision, GroupError, select_for_group
 from mla_prefill.selector.reasons import Reason
 from mla_prefill.selector.request import BatchShape, Request, RequestError
 
@@ -14,6 +15,8 @@ __all__ = [
     "Decision",
     "Environment",
     "EnvironmentVariableError",
+    "GroupDecision",
+    "GroupError",
     "Hint",
     "NoBackendError",
     "Overrides",
@@ -25,4 +28,5 @@ __all__ = [
     "decide",
     "reload",
     "select",
+    "select_for_group",
 ]

@@ -108,7 +108,7 @@ class Environment(_Fields):
             detected_by,
         )
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[Any, ...]:
         """What `__new__` takes, so that it can be pickled and sent to other ranks."""
         return (self.arch, self.installed, dict(self.import_errors), self.overrides, self.device, self.detected_by)
 

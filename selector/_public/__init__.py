@@ -18,6 +18,8 @@ from mla_prefill.selector import (
     Decision,
     Environment,
     EnvironmentVariableError,
+    GroupDecision,
+    GroupError,
     NoBackendError,
     Overrides,
     Reason,
@@ -26,6 +28,7 @@ from mla_prefill.selector import (
     clear,
     reload,
     select,
+    select_for_group,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ __all__ = [
     "Decision",
     "Environment",
     "EnvironmentVariableError",
+    "GroupDecision",
+    "GroupError",
     "MLADimensions",
     "Matrix",
     "MatrixError",
@@ -53,6 +58,7 @@ __all__ = [
     "merge_attention_states",
     "reload",
     "select",
+    "select_for_group",
 ]
 
 
