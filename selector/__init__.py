@@ -7,7 +7,7 @@ from mla_prefill.selector.engine import clear, decide, reload, select
 from mla_prefill.selector.environment import Environment, EnvironmentVariableError, Overrides
 from mla_prefill.selector.group import GroupDecision, GroupError, select_for_group
 from mla_prefill.selector.reasons import Reason
-from mla_prefill.selector.request import BatchShape, Request, RequestError
+from mla_prefill.selector.request import BatchShape, NotMLAError, Request, RequestError
 
 __all__ = [
     "BatchShape",
@@ -19,6 +19,7 @@ __all__ = [
     "GroupError",
     "Hint",
     "NoBackendError",
+    "NotMLAError",
     "Overrides",
     "Reason",
     "Request",

@@ -126,10 +126,14 @@ def here(state: _State | None = None) -> Environment:
     key = tuple(map(_raw_get, _READ))
     environment = state.here.get(key)
     if environment is None:
-        overrides = Overrides.from_environ()
-        matrix = _matrix_at(overrides.matrix, state)
+        matrix = matrix_in_force(state)
         environment = _remember(state.here, key, Environment.detect(matrix.distributions), 16)
     return environment
+
+
+def matrix_in_force(state: _State | None = None) -> Matrix:
+    """The matrix for questions about this machine."""
+    return _matrix_at(Overrides.from_environ().matrix, state or _state)
 
 
 def matrix_of(environment: Environment, state: _State | None = None) -> Matrix:

@@ -16,6 +16,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution,
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mla_prefill.capabilities.load import importable
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.capabilities.versions import canonical
 from mla_prefill.selector.detection import installed as installed_of
@@ -59,6 +60,9 @@ def probe(matrix: Matrix, installed: Mapping[str, str], report: Callable[[str], 
     notes = {name: list(_from_files(name, wanted, installed)) for name, wanted in modules.items()}
     for name, wanted in modules.items():
         if name not in installed:
+            continue
+        if foreign := [module for module, trusted in importable(wanted).items() if not trusted]:
+            errors[name] = f"not imported: only the matrix at hand names {', '.join(foreign)}; the shipped one does not"
             continue
         report(f"importing {', '.join(wanted)} of {name} {installed[name]}")
         first = ["torch"] if "torch" in installed and name != "torch" else []

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities.findings import nearest
 from mla_prefill.capabilities.model import DTYPES, MLADimensions
 from mla_prefill.capabilities.profiles import Shape
+
+if TYPE_CHECKING:
+    from mla_prefill.capabilities.configs import ModelDims
+    from mla_prefill.capabilities.matrix import Matrix
 
 POLICIES = ("default", "measured")
 _DTYPE_ALIASES = {
@@ -22,9 +27,16 @@ _DTYPE_ALIASES = {
     "fp8_e5m2": "float8_e5m2",
 }
 
+#: vLLM's names for backends that exist there alone, or that stand for whatever a plugin supplies.
+_VLLM_ONLY = ("CUSTOM", "CPU", "ZEN_CPU")
+
 
 class RequestError(ValueError):
     """A request that says something no request can say. One line, with the nearest valid value."""
+
+
+class NotMLAError(RequestError):
+    """The model, or this layer of it, has no MLA prefill (or its config cannot tell): nothing to select."""
 
 
 class _Shape(NamedTuple):
@@ -125,6 +137,65 @@ class Request(_Fields):
             shape,
         )
 
+    @classmethod
+    def from_config(
+        cls,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Any,
+        layer: int | None = None,
+        *,
+        matrix: Matrix | None = None,
+        **request: Any,
+    ) -> Request:
+        """The request of a model, from its config.
+
+        The ``dtype`` that a config names is that of its weights, which engines override: give it where it is not
+        bfloat16.
+
+        Args:
+            config: a ``config.json`` or its folder, its content, or a transformers config.
+            layer: the decoder layer, numbered from 0. Needed where the layers have several geometries.
+            matrix: whose model families to go by; None: those of the matrix in force.
+            request: the other arguments of `Request`.
+
+        Raises:
+            NotMLAError: the model or this layer runs ordinary attention, or the config cannot tell.
+            RequestError: several geometries and no ``layer``, or a value that cannot be meant.
+            ConfigError: not readable, or it holds what no model has.
+        """
+        from mla_prefill.capabilities.configs import ModelDims, read_config
+        from mla_prefill.selector.engine import matrix_in_force
+
+        answer = read_config(config, (matrix or matrix_in_force()).families)
+        if not isinstance(answer, ModelDims):
+            raise NotMLAError(answer.reason)
+        return cls(_dims_of_layer(answer, layer), **request)
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any, layer: int | None = None, **request: Any) -> Request:
+        """The request of a vLLM engine: its model, its dtype, and what its MLA layers need of a prefill.
+
+        A backend or FlashAttention version that vLLM was told to use is forced here too. Arguments in ``request``
+        beat what the configuration says.
+
+        Args:
+            vllm_config: a ``vllm.config.VllmConfig``.
+            layer: as in `from_config`.
+
+        Raises:
+            NotMLAError, RequestError, ConfigError: as `from_config`.
+        """
+        model, attention = vllm_config.model_config, vllm_config.attention_config
+        if not model.use_mla:
+            raise NotMLAError("vLLM runs this model with ordinary attention (no MLA, or VLLM_MLA_DISABLE is set)")
+        needs = ["lse", "context_chunk"]
+        if attention.use_prefill_query_quantization and vllm_config.cache_config.cache_dtype.startswith("fp8"):
+            needs.append("fp8_query")
+        told = getattr(attention.mla_prefill_backend, "name", None)
+        backend = None if told in _VLLM_ONLY else told
+        fa_version = attention.flash_attn_version if backend in (None, "FLASH_ATTN") else None
+        asked = {"dtype": model.dtype, "needs": needs, "backend": backend, "fa_version": fa_version}
+        return cls.from_config(model.hf_config, layer, **{**asked, **request})
+
     def to_dict(self) -> dict[str, Any]:
         """The ``request`` part of the JSON of design section 9; ``shape`` only where one was given."""
         plain = {**self._asdict(), "dims": list(self.dims), "needs": list(self.needs)}
@@ -142,6 +213,32 @@ def _dims(dims: MLADimensions | Iterable[int]) -> MLADimensions:
         return MLADimensions(*values)
     except ValueError as error:
         raise RequestError(str(error)) from None
+
+
+def _dims_of_layer(model: ModelDims, layer: int | None) -> MLADimensions:
+    """The dims of one layer; without a layer those of all MLA layers, if they have the same."""
+    geometries = ((model.dims, model.layers), *((other.dims, other.layers) for other in model.other_dims))
+    if layer is None:
+        if len({dims for dims, _ in geometries}) > 1:
+            shown = " and ".join(f"{dims} on {_layers(layers)}" for dims, layers in geometries)
+            raise RequestError(f"the layers of this model have {shown}: say which layer")
+        return model.dims
+    if type(layer) is not int or layer < 0:
+        raise RequestError(f"layer must be a whole number from 0, got {layer!r}")
+    for dims, layers in geometries:
+        if layers is not None and layer in layers:
+            return dims
+    open_to_all = [dims for dims, layers in geometries if layers is None]
+    if not open_to_all:
+        shown = "; ".join(_layers(layers) for _, layers in geometries)
+        raise NotMLAError(f"layer {layer} has no MLA attention; those that do: {shown}")
+    if len(geometries) > 1:
+        raise NotMLAError(f"the config does not say which dims layer {layer} has; give dims instead")
+    return open_to_all[0]
+
+
+def _layers(layers: Sequence[int] | None) -> str:
+    return "layers that the config does not name" if layers is None else f"layers {', '.join(map(str, layers))}"
 
 
 def dtype_name(dtype: Any) -> str:
