@@ -31,7 +31,7 @@ def sources_of(text: str | None, base: Sources | None = None) -> Sources:
     Raises:
         RevisionError, OSError: there is no such thing, or it cannot be read.
     """
-    if text is None or Path(text).exists():
+    if text is None or (text and Path(text).exists()):
         if base is None:
             return gather(text)
         path = Path(text or "")

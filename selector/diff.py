@@ -119,7 +119,7 @@ def _facts(cell: Cell) -> Facts:
         "needs": " or ".join(o.distribution + o.specifier for o in offers) or "no package ships it",
         "dtypes": _each([(o.distribution, o.described.dtypes) for o in offers], c.dtypes),
         "features": _each([(o.distribution, sorted(o.described.provides)) for o in offers], sorted(c.provides)),
-        "LSE": " ".join(map(str, (lse.base, lse.layout, lse.no_keys, "rounded" * lse.rounded))) if lse else NONE,
+        "LSE": f"{lse.base} {lse.layout} {lse.no_keys}{' rounded' * lse.rounded}" if lse else NONE,
         "known bad": ", ".join(bad) or NONE,
         "on request only": NONE if cell.on_request is None else "yes",
     }
