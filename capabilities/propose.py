@@ -85,6 +85,15 @@ class Proposal(NamedTuple):
         dims = {"qk_nope": nope, "qk_rope": rope, "v_head": v}
         return {self.name: {"dims": dims, "allow": [{**row, "@": self.name} for row in self.rows], "@": self.name}}
 
+    def to_dict(self, ref: str) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "dims": list(self.dims),
+            "block": "\n".join(self.block(ref)),
+            "on_request": list(self.on_request),
+            "cells": [answer.to_dict() for answer in self.answers],
+        }
+
     def table(self) -> str:
         """Cells with equal answers in one line: what is proposed, what is held back, and what cannot run.
 

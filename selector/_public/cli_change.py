@@ -74,25 +74,19 @@ def add(options: argparse.Namespace) -> int:
         sources.evidence += [SourceFile("this build", json.dumps(record).encode()) for record in records]
         proposal = propose.propose(Matrix(load.document(sources)), name, dims)
     new = propose.added(sources, target, proposal.block(ref))
+    if not options.dry_run:
+        try:
+            fixes.write(path.resolve(), new.raw)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
     if options.format == "json":
-        answers = [answer.to_dict() for answer in proposal.answers]
-        block = "\n".join(proposal.block(ref))
-        print(
-            json.dumps(
-                {"name": name, "dims": list(dims), "file": str(path), "block": block, "cells": answers}, indent=2
-            )
-        )
+        print(json.dumps({"file": str(path), "written": not options.dry_run, **proposal.to_dict(ref)}, indent=2))
     else:
         print(*proposal.block(ref), "", proposal.table(), sep="\n")
-    if options.dry_run:
-        return FINE
-    try:
-        fixes.write(path.resolve(), new.raw)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-    progress(f"added {name} to {path}")
-    _keep(records, path)
-    _next_steps(options, proposal, path)
+    if not options.dry_run:
+        progress(f"added {name} to {path}")
+        _keep(records, path)
+        _next_steps(options, proposal, path)
     return FINE
 
 
