@@ -139,6 +139,10 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--overlay", action="store_true", help="OLD and NEW are files to lay over the shipped data")
     _add_format(command, "text", "md", "json")
 
+    command = _add(commands, "drift", "cli_data:drift", "the data against installed kernel packages and vLLM")
+    _add_matrix(command)
+    _add_format(command)
+
     command = _add(commands, "verify", "cli_gpu:verify", "run every allowed cell of this machine against float32 math")
     _add_cells(command)
     command.add_argument(

@@ -1,4 +1,4 @@
-"""The commands that keep the data true: check."""
+"""The commands that keep the data true: check, drift."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_prefill.cli_options import FINE, NEGATIVE, progress
+from mla_prefill.cli_options import FINE, NEGATIVE, matrix_of, progress
 
 if TYPE_CHECKING:
     from mla_prefill.capabilities.findings import Finding
@@ -39,3 +39,13 @@ def _pages(fix: bool) -> list[Finding]:
         for fixed in pages.rewrite(wanted):
             progress(f"fixed {fixed}")
     return list(pages.stale(wanted))
+
+
+def drift(options: argparse.Namespace) -> int:
+    import json
+
+    from mla_prefill.backends import drift as drifts
+
+    answers = drifts.drift(matrix_of(options), progress)
+    print(json.dumps(drifts.as_dict(answers), indent=2) if options.format == "json" else drifts.as_text(answers))
+    return NEGATIVE if any(answer.differences for answer in answers) else FINE
