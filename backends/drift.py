@@ -48,12 +48,15 @@ class Cell(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One source and all cells it was asked for, or why it cannot be asked. ``beyond``: widths of no model here."""
+    """One source and all cells it was asked for, or why it cannot be asked. ``beyond``: differences in
+    widths that no block of the matrix has. ``unasked``: parts of the source that cannot tell.
+    """
 
     source: str
     why_not: str | None = None
     cells: tuple[Cell, ...] = ()
     beyond: tuple[Cell, ...] = ()
+    unasked: tuple[str, ...] = ()
 
     @property
     def differences(self) -> tuple[Cell, ...]:
@@ -241,7 +244,8 @@ def _ask_vllm(matrix: Matrix) -> Answer:
     if "why_not" in said:
         return Answer("vllm", said["why_not"])
     name = f"vllm {said['version']}: vllm/v1/attention/backends/mla/prefill"
-    return Answer(name, None, tuple(_vllm_cells(matrix, said, arches, dims)))
+    unasked = tuple(f"{backend}: {why}" for backend, why in said["unasked"].items())
+    return Answer(name, None, tuple(_vllm_cells(matrix, said, arches, dims)), unasked=unasked)
 
 
 def _vllm_cells(
@@ -295,6 +299,7 @@ def as_dict(answers: Iterable[Answer]) -> list[dict[str, Any]]:
             "agrees": len(answer.cells) - len(answer.differences),
             "differences": [_plain(cell) for cell in answer.differences],
             "beyond": [_plain(cell) for cell in answer.beyond],
+            "unasked": list(answer.unasked),
         }
         for answer in answers
     ]
@@ -315,6 +320,7 @@ def _lines(answer: Answer) -> Iterator[str]:
         yield f"  cannot be asked: {answer.why_not}"
         return
     yield f"  agrees in {len(answer.cells) - len(answer.differences)} of {len(answer.cells)} cells"
+    yield from (f"  cannot be asked for {why}" for why in answer.unasked)
     for (verdict, subject, dims, ours, theirs), cells in _grouped(answer.differences):
         arches, what = ", ".join(cell.arch for cell in cells), _SAYS[verdict]
         detail = f": {theirs}, ours {ours}" if verdict == "order" else ""

@@ -9,12 +9,18 @@ import json
 import sys
 from typing import Any
 
+#: What vLLM's module of FLASH_ATTN imports from its own module of kernels.
+_KERNELS = ("compile_flash_attn_varlen_func_from_specs",)
+
 
 def ask(question: dict[str, Any]) -> dict[str, Any]:
-    """``takes``: "MAJOR.MINOR DIMS" -> backend -> bool; ``orders``: the same key -> backends, best first."""
+    """``takes``: "MAJOR.MINOR DIMS" -> backend -> bool; ``orders``: the same key -> backends, best first; ``unasked``:
+    backend -> why it cannot tell.
+    """
     try:
         import torch
         import vllm
+        import vllm.v1.attention.backends.fa_utils as kernels
         from vllm.platforms.interface import DeviceCapability, Platform
         from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
         from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
@@ -25,13 +31,17 @@ def ask(question: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"why_not": f"importing it raises {type(error).__name__}: {' '.join(str(error).split())}"}
 
+    for kernel in _KERNELS:  # a build for the CPU leaves them out; the rules do not need them
+        if not hasattr(kernels, kernel):
+            setattr(kernels, kernel, None)
     classes: dict[str, Any] = {}
+    unasked: dict[str, str] = {}
     for member in MLAPrefillBackendEnum:
         if member.name in question["backends"]:
             try:
                 classes[member.name] = member.get_class()
-            except Exception:  # a backend of another platform: this build cannot tell
-                continue
+            except Exception as error:  # a backend of another platform, or a broken one
+                unasked[member.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
 
     takes: dict[str, dict[str, bool]] = {}
     orders: dict[str, list[str]] = {}
@@ -39,24 +49,24 @@ def ask(question: dict[str, Any]) -> dict[str, Any]:
         capability = DeviceCapability(major, minor)
         for triple in question["dims"]:
             key, dims = f"{major}.{minor} {','.join(map(str, triple))}", MLADimensions(**_named(triple))
-            takes[key] = _takes(classes, capability, dims)
+            takes[key] = _takes(classes, capability, dims, unasked)
             orders[key] = _order(Platform, classes, capability, MLAPrefillSelectorConfig(torch.bfloat16, dims))
-    return {"version": vllm.__version__, "takes": takes, "orders": orders}
+    return {"version": vllm.__version__, "takes": takes, "orders": orders, "unasked": unasked}
 
 
 def _named(triple: list[int]) -> dict[str, int]:
     return dict(zip(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), triple, strict=True))
 
 
-def _takes(classes: dict[str, Any], capability: Any, dims: Any) -> dict[str, bool]:
+def _takes(classes: dict[str, Any], capability: Any, dims: Any, unasked: dict[str, str]) -> dict[str, bool]:
     found = {}
     for name, backend in classes.items():
         try:
             found[name] = bool(
                 backend.supports_compute_capability(capability) and backend.supports_mla_dimensions(dims)
             )
-        except Exception:  # a check that asks its own platform, which is not here
-            continue
+        except Exception as error:  # a check that asks its own platform, which is not here
+            unasked[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return found
 
 
