@@ -102,7 +102,7 @@ sm_90a allowed. Allocated: %lld bytes. Max: 232448 bytes.\\0A") {addr_space = 0 
     %30 = llvm.mlir.constant(999999 : i64) : i64
   }
   llvm.func @cutlass_call(%arg0: !llvm.ptr) -> i32 {
-    %28 = llvm.mlir.constant(1 : i64) : i64
+    %28 = llvm.mlir.constant(4194304 : i64) : i64
     %30 = llvm.mlir.constant(214016 : i64) : i64
     %340 = llvm.getelementptr %335[0, 1, 2] : (!llvm.ptr) -> !llvm.ptr, !llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>
     llvm.store %28, %340 : i64, !llvm.ptr
