@@ -321,11 +321,11 @@ def _lines(answer: Answer) -> Iterator[str]:
         return
     yield f"  agrees in {len(answer.cells) - len(answer.differences)} of {len(answer.cells)} cells"
     yield from (f"  cannot be asked for {why}" for why in answer.unasked)
-    for (verdict, subject, dims, ours, theirs), cells in _grouped(answer.differences):
-        arches, what = ", ".join(cell.arch for cell in cells), _SAYS[verdict]
-        detail = f": {theirs}, ours {ours}" if verdict == "order" else ""
-        row = f"  [{cells[0].row}]" if cells[0].row else ""
-        yield f"  {verdict:8}  {subject} {_shown(dims)} on {arches}: {what}{detail}{row}"
+    for cells in _alike(answer.differences):
+        cell, arches = cells[0], ", ".join(cell.arch for cell in cells)
+        detail = f": {cell.theirs}, ours {cell.ours}" if cell.verdict == "order" else ""
+        what = f"{cell.subject} {_shown(cell.dims)} on {arches}: {_SAYS[cell.verdict]}{detail}"
+        yield f"  {cell.verdict:8}  {what}  [{cell.row}]"
     by_rule: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in answer.beyond:
         by_rule.setdefault((cell.verdict, cell.subject, cell.arch), []).append(cell)
@@ -334,11 +334,12 @@ def _lines(answer: Answer) -> Iterator[str]:
         yield f"  beyond the matrix, {verdict}: {subject} on {arch} in {len(cells)} pairs: {some}  [{cells[0].row}]"
 
 
-def _grouped(cells: Iterable[Cell]) -> Iterable[tuple[tuple[str, str, tuple[int, ...], Any, Any], list[Cell]]]:
-    groups: dict[tuple[str, str, tuple[int, ...], Any, Any], list[Cell]] = {}
+def _alike(cells: Iterable[Cell]) -> Iterable[list[Cell]]:
+    """Cells that differ in their architecture alone, put together."""
+    groups: dict[Cell, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.verdict, cell.subject, cell.dims, cell.ours, cell.theirs), []).append(cell)
-    return groups.items()
+        groups.setdefault(cell._replace(arch=""), []).append(cell)
+    return groups.values()
 
 
 def _shown(dims: tuple[int, ...]) -> str:
