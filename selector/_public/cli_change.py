@@ -170,7 +170,7 @@ def _build(proposal: Proposal, document: dict[str, Any]) -> list[dict[str, Any]]
         raise NegativeAnswerError(
             "--build: flash-attn-4 built nothing here (see above); without --build it is added unproven"
         )
-    return records
+    return [{**record, "command": "mla-prefill add --build"} for record in records]
 
 
 def _keep(records: list[dict[str, Any]], path: Path) -> None:
