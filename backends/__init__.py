@@ -54,15 +54,23 @@ def load(
         NoBackendError: the decision chose nothing.
         ValueError: an argument makes no sense.
     """
+    require_torch()
+    base = importlib.import_module("mla_prefill.backends.base")
+    adapter: PrefillAdapter = base.load_adapter(decision, ADAPTERS, num_heads, softmax_scale, device)
+    return adapter
+
+
+def require_torch() -> None:
+    """Imports PyTorch. Raises KernelError whatever a broken build raises: ImportError, OSError, SystemExit ..."""
     try:
-        base = importlib.import_module("mla_prefill.backends.base")
-    except Exception as error:  # a broken build raises anything: OSError, AttributeError ...
+        importlib.import_module("torch")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise KernelError(
             f"PyTorch is needed to run a kernel and cannot be imported ({type(error).__name__}: {error}). "
             "Install it with: pip install 'mla-prefill[torch]'"
         ) from error
-    adapter: PrefillAdapter = base.load_adapter(decision, ADAPTERS, num_heads, softmax_scale, device)
-    return adapter
 
 
 def merge_attention_states(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from mla_prefill.backends import KernelError
+from mla_prefill.capabilities.load import ENTRY_POINTS, importable
 from mla_prefill.capabilities.model import Candidate, Kernel, LseConvention, MLADimensions, Provider
 from torch import Tensor
 
@@ -396,6 +397,13 @@ def load_adapter(
     if path is None:
         known = ", ".join(sorted(adapters))
         raise KernelError(f"{kernel.label} has no adapter in this release; kernels with one: {known}")
+    provider = _chosen_provider(decision.chosen, kernel)
+    if not importable([provider.module])[provider.module]:
+        raise KernelError(
+            f"{kernel.label} comes from module {provider.module!r} by {provider.source}; the shipped kernel sheet does "
+            "not name it, and nothing is imported because a file asks for it. An installed package can register its "
+            f"module as an entry point of the group {ENTRY_POINTS}"
+        )
     module_name, class_name = path.split(":")
     adapter_class = getattr(importlib.import_module(f"mla_prefill.backends.{module_name}"), class_name)
     if device is None:
@@ -403,7 +411,7 @@ def load_adapter(
     adapter: PrefillAdapter = adapter_class(
         candidate=decision.chosen,
         kernel=kernel,
-        provider=_chosen_provider(decision.chosen, kernel),
+        provider=provider,
         dims=request.dims,
         dtype=_torch_dtype(request.dtype),
         num_heads=num_heads,

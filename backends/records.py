@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,26 @@ def default_folder(kind: str) -> Path:
     return DATA_DIR / kind if in_checkout() and os.access(DATA_DIR, os.W_OK) else Path()
 
 
+def check_target(kind: str, output: str | Path | None) -> None:
+    """Raises ValueError where a record could not be written: said before the work, not after it."""
+    path = target(kind, "probe", output)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        with tempfile.TemporaryFile(
+            dir=folder
+        ):  # what may be written is not what the mode bits say, for root above all
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; give --output another file or folder") from error
+
+
 def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    """Raises ValueError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 def one_line(error: BaseException | str, limit: int = 400) -> str:

@@ -14,7 +14,7 @@ Records decide nothing: they are what `check` holds the matrix and the kernel sh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities import versions
@@ -72,28 +72,49 @@ def _readable(cell: Any) -> bool:
         return False
 
 
-def proofs(files: Iterable[SourceFile], profiles: Iterable[Profile], matrix: Matrix) -> dict[str, str]:
-    """The strongest level on record, or ``contradicted``, of each cell: ``"kernel arch qk v"`` by any package,
-    ``"kernel arch qk v distribution"`` by that one."""
-    best: dict[str, str] = {}
-    failed: set[str] = set()
+def proofs(files: Iterable[SourceFile], profiles: Iterable[Profile], matrix: Matrix) -> dict[str, list[str]]:
+    """[the strongest level on record or ``contradicted``, with what it was shown] of each cell:
+    ``"kernel arch qk v"`` by any package, ``"kernel arch qk v distribution"`` by that one.
 
-    def found(keys: Iterable[str], level: str) -> None:
+    A level without its packages, dtypes and GPU would claim for a version what another one did.
+    """
+    best: dict[str, tuple[int, dict[str, list[str]]]] = {}
+    failed: dict[str, str] = {}
+
+    def found(keys: Iterable[str], level: str, origin: str, dtype: str | None) -> None:
         for key in keys:
-            if LEVELS.index(level) > LEVELS.index(best.get(key, "source")):
-                best[key] = level
+            height, origins = best.get(key, (0, {}))
+            if LEVELS.index(level) > height:
+                height, origins = LEVELS.index(level), {}
+            if LEVELS.index(level) == height:
+                dtypes = origins.setdefault(origin, [])
+                dtypes += [dtype] if dtype and dtype not in dtypes else []
+                best[key] = (height, origins)
 
     for item in items(files):
         keys = _keys(item.cell["kernel"], item.cell["arch"], item.dims, item.cell.get("provider"))
+        origin = _origin(item.cell.get("provider"), item.record.get("packages", {}), item.record.get("gpu"))
         if item.cell["ok"]:
-            found(keys, item.record["level"])
+            found(keys, item.record["level"], origin, item.cell.get("dtype"))
         elif contradicts(item, matrix):
-            failed.update(keys)
+            failed.update(dict.fromkeys(keys, origin))
     for profile in profiles:
         for reading in profile.readings:
-            found(_keys(reading.kernel, profile.arch, reading.dims, reading.provider), "measured")
-    best.update(dict.fromkeys(failed, "contradicted"))
-    return dict(sorted(best.items()))
+            keys = _keys(reading.kernel, profile.arch, reading.dims, reading.provider)
+            found(keys, "measured", _origin(reading.provider, profile.packages, profile.gpu), profile.dtype)
+    levels = {key: [LEVELS[height], _shown(origins)] for key, (height, origins) in best.items()}
+    levels.update({key: ["contradicted", origin] for key, origin in failed.items()})
+    return dict(sorted(levels.items()))
+
+
+def _origin(provider: str | None, packages: Mapping[str, str], gpu: str | None) -> str:
+    """``flash-attn-4 4.0.0b36, NVIDIA H200``."""
+    package = " ".join(filter(None, (provider, packages.get(provider or ""))))
+    return ", ".join(str(part) for part in (package, gpu) if part)
+
+
+def _shown(origins: dict[str, list[str]]) -> str:
+    return "; ".join(", ".join(filter(None, (origin, "/".join(dtypes)))) for origin, dtypes in origins.items())
 
 
 def _keys(kernel: str, arch: str, dims: MLADimensions, provider: str | None) -> tuple[str, ...]:

@@ -6,6 +6,9 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+#: More of a file is never read.
+MAX_BYTES = 8 * 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
@@ -147,9 +150,9 @@ ADVICE: dict[str, str] = {
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """A hint that names the closest known value, or the known ones where nothing is close."""
-    names = [str(k) for k in known]
+    names, name = [str(k) for k in known], str(name)[:100]
     lowered = {n.lower(): n for n in names}
-    close = difflib.get_close_matches(str(name).lower(), list(lowered), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
     if close:
         return f"did you mean {lowered[close[0]]}?"
     shown = ", ".join(sorted(names)[:24])

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # a query answered from the compiled form reads no YAML, so i
 DATA_DIR = Path(__file__).parent / "data"
 DATA_LABEL = "capabilities/data"
 COMPILED = DATA_DIR / "compiled.json"
+#: The group of entry points by which an installed package names the module of a kernel of its own.
+ENTRY_POINTS = "mla_prefill.backends"
 #: File stem -> its top-level key. Also the order in which files are hashed.
 KINDS = {
     "architectures": "architectures",
@@ -188,6 +190,21 @@ def load_matrix(path: str | Path | None = None, extra: Sequence[str | Path] = ()
     sources = gather(path, extra)
     require_clean(sources)
     return Matrix(document(sources), sources.folder)
+
+
+def importable(modules: Iterable[str]) -> dict[str, bool]:
+    """Which modules of a kernel sheet may be imported: those that the shipped sheet names, and those that an installed
+    package registers as entry points of the group ``mla_prefill.backends``. No YAML file alone makes anything be
+    imported, whoever wrote it.
+    """
+    shipped = {provider.module for kernel in load_matrix().kernels.values() for provider in kernel.providers}
+    asked = dict.fromkeys(modules)
+    registered: set[str] = set()
+    if not shipped.issuperset(asked):
+        from importlib.metadata import entry_points  # reads every installed package's metadata
+
+        registered = {entry.module for entry in entry_points(group=ENTRY_POINTS)}
+    return {module: module in shipped or module in registered for module in asked}
 
 
 def _read_compiled() -> dict[str, Any] | None:

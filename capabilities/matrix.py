@@ -6,7 +6,8 @@ reads: every kernel's facts for an arch and dims, with or without a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities import versions
-from mla_prefill.capabilities.findings import nearest
+from mla_prefill.capabilities.findings import MAX_BYTES, nearest
 from mla_prefill.capabilities.model import (
     Architecture,
     Block,
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 _LOST_BY_PADDING = frozenset({"out"})
 
 
+BRANDS = ("nvidia", "amd", "instinct", "geforce")
+
+
 class UnknownNameError(ValueError):
     """An architecture, GPU, backend, kernel, block or model that nobody declared. The text names the nearest one."""
 
@@ -58,6 +62,10 @@ class Offer(NamedTuple):
     known_bad: tuple[KnownBad, ...]
     described: Candidate
     installed: Candidate
+
+    def requirement_for(self, dtype: str, needs: Collection[str]) -> str:
+        """The versions to ask for, less those known to be bad for this dtype and these needs."""
+        return self.distribution + _less_bad(self.specifier, self.known_bad, dtype, needs)
 
 
 class Cell(NamedTuple):
@@ -110,7 +118,7 @@ class Matrix:
         )
         self.orders: tuple[Order, ...] = tuple(_order(raw) for raw in document["orders"])
         self.not_allowed: tuple[NotAllowed, ...] = tuple(map(_not_allowed, document.get("not_allowed", ())))
-        self._proof: Mapping[str, str] = document["proof"]
+        self._proof: Mapping[str, Sequence[str]] = document["proof"]
         self._measured = [
             (label, Path(folder or ".", "measured", name)) for label, name in document.get("measured", ())
         ]
@@ -132,7 +140,7 @@ class Matrix:
         """The allowed candidates in priority order, empty where nothing is allowed.
 
         Args:
-            arch: an architecture id (``sm90``).
+            arch: an architecture id (``sm90``); other spellings are found too, at the cost of a search.
             fa_version: the FlashAttention version at hand, or None; backends that need none are in every tuple.
             dims: (qk_nope, qk_rope, v_head).
         """
@@ -141,7 +149,9 @@ class Matrix:
 
     def _fill(self, arch: str, fa_version: int | None, dims: tuple[int, int, int]) -> tuple[Candidate, ...]:
         dims = MLADimensions(*dims)
-        if dims not in self._blocks_by_dims or arch not in self.architectures or fa_version not in self._fa_axis:
+        if arch not in self.architectures:
+            return self.lookup(self.arch(arch), fa_version, dims)  # another spelling, or UnknownNameError
+        if dims not in self._blocks_by_dims or fa_version not in self._fa_axis:
             return ()  # not kept: whatever a caller asks must not grow the table
         allowed = [c.candidate for c in self.cells(arch, dims) if c.allowed]
         candidates = [c for c in allowed if c.fa_version in (None, fa_version)]
@@ -188,8 +198,8 @@ class Matrix:
 
         found = []
         for label, path in self._measured:
-            with suppress(OSError, ValueError):
-                found.append(read(label, path.read_bytes()))
+            with suppress(OSError, ValueError), path.open("rb") as file:
+                found.append(read(label, file.read(MAX_BYTES + 1)))
         return tuple(sorted(found, key=lambda profile: profile.date, reverse=True))
 
     @property
@@ -223,6 +233,11 @@ class Matrix:
         folded = fold_product(product)
         if folded in products:
             return products[folded]
+        # Drivers write more than the product: "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB".
+        words = [word for word in re.split(r"[^a-z0-9.]+", product.lower()) if word not in BRANDS]
+        for end in range(len(words), 0, -1):
+            if (known := "".join(words[:end])) in products:
+                return products[known]
         raise UnknownNameError(
             f"unknown GPU {product!r}; {nearest(product, (p for a in self.architectures.values() for p in a.products))}"
         )
@@ -276,6 +291,7 @@ class Matrix:
             provides=kernel.provides - _LOST_BY_PADDING if fit and fit.pad_v_to else kernel.provides,
             lse=kernel.lse,
             proof=self.proof(kernel.name, arch, dims),
+            proven=self.proven(kernel.name, arch, dims),
             source=row.source if row else kernel.source,
         )
         offers: tuple[Offer, ...] = ()
@@ -285,8 +301,9 @@ class Matrix:
             for provider in kernel.providers:
                 if provider.arch is None or arch in provider.arch:
                     # What one package's build was shown to do says nothing of another's.
-                    proof = self.proof(kernel.name, arch, dims, versions.canonical(provider.distribution))
-                    offer = _offer(replace(candidate, proof=proof), provider, requires, bad)
+                    where = (kernel.name, arch, dims, versions.canonical(provider.distribution))
+                    own = replace(candidate, proof=self.proof(*where), proven=self.proven(*where))
+                    offer = _offer(own, provider, requires, bad)
                     offers += () if offer is None else (offer,)
             if offers:
                 candidate = replace(candidate, requires=(offers[0].requirement,))
@@ -295,8 +312,15 @@ class Matrix:
 
     def proof(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None = None) -> str:
         """How well a cell is known: source, built, run, measured or contradicted (the records in data/evidence)."""
+        return self._record(kernel, arch, dims, distribution)[0]
+
+    def proven(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None = None) -> str:
+        """With what `proof` was shown: ``flash-attn-4 4.0.0b36, NVIDIA H200, bfloat16``; empty for ``source``."""
+        return self._record(kernel, arch, dims, distribution)[1]
+
+    def _record(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None) -> Sequence[str]:
         cell = f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}"
-        return self._proof.get(cell if distribution is None else f"{cell} {distribution}", "source")
+        return self._proof.get(cell if distribution is None else f"{cell} {distribution}", ("source", ""))
 
 
 def _offer(
@@ -307,17 +331,21 @@ def _offer(
     if specifier is None:
         return None  # an empty range: `check` reports it
     bad = tuple(entry for entry in known_bad if entry.distribution == name)
-    advised = specifier
-    for entry in bad:
-        if not entry.dtypes and not entry.needs:
-            advised = versions.without(advised, entry.version)
+    requirement = name + _less_bad(specifier, bad, None, ())
     described = replace(
         candidate,
-        requires=(name + advised,),
+        requires=(requirement,),
         dtypes=tuple(d for d in candidate.dtypes if provider.dtypes is None or d in provider.dtypes),
         provides=candidate.provides if provider.provides is None else candidate.provides & provider.provides,
     )
-    return Offer(provider, name, specifier, name + advised, bad, described, replace(described, provider=name))
+    return Offer(provider, name, specifier, requirement, bad, described, replace(described, provider=name))
+
+
+def _less_bad(specifier: str, known_bad: Iterable[KnownBad], dtype: str | None, needs: Collection[str]) -> str:
+    for entry in known_bad:
+        if entry.matters(dtype, needs):
+            specifier = versions.without(specifier, entry.version)
+    return specifier
 
 
 def _priority(cell: Cell) -> tuple[bool, int]:
@@ -332,7 +360,7 @@ def _fold(name: str) -> str:
 def fold_product(name: str) -> str:
     """A GPU's name without its brand and spaces: drivers say ``NVIDIA H200``, people say ``H200``."""
     folded = _fold(name)
-    for brand in ("nvidia", "amd", "instinct", "geforce"):
+    for brand in BRANDS:
         folded = folded.removeprefix(brand)
     return folded
 

@@ -5,6 +5,7 @@ Nothing here reads a file or knows a fact; facts come from ``data/*.yaml``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -176,6 +177,10 @@ class KnownBad:
     source: str
     refs: tuple[str, ...] = ()
 
+    def matters(self, dtype: str | None, needs: Collection[str]) -> bool:
+        """Whether it strikes a request for this dtype and these features (None and (): whatever is asked)."""
+        return (not self.dtypes or dtype in self.dtypes) and (not self.needs or not set(self.needs).isdisjoint(needs))
+
     def concerns(self, arch: str, dims: MLADimensions) -> bool:
         if arch not in self.arch:
             return False
@@ -238,6 +243,7 @@ class Candidate:
     lse: LseConvention | None
     proof: str
     source: str
+    proven: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The stable JSON shape of design section 9."""

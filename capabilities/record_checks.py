@@ -5,13 +5,14 @@ They run in `check` only. A load decides nothing by records, so it does not stop
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
 
 from mla_prefill.capabilities import evidence
 from mla_prefill.capabilities.evidence import Item
-from mla_prefill.capabilities.findings import Finding, nearest
+from mla_prefill.capabilities.findings import MAX_BYTES, Finding, nearest
 from mla_prefill.capabilities.load import Sources
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.capabilities.model import MLADimensions
@@ -29,8 +30,7 @@ def check_records(sources: Sources, matrix: Matrix) -> Findings:
     """Every finding about records."""
     for kind, files in (("evidence", sources.evidence), ("measured", sources.measured)):
         for source in files:
-            found = list(_unreadable(source, kind, matrix))
-            yield from found[:MAX_FINDINGS]
+            yield from itertools.islice(_unreadable(source, kind, matrix), MAX_FINDINGS)
     for item in evidence.items(sources.evidence):
         yield from _contradictions(item, matrix)
 
@@ -38,6 +38,9 @@ def check_records(sources: Sources, matrix: Matrix) -> Findings:
 def _unreadable(source: SourceFile, kind: str, matrix: Matrix) -> Findings:
     """Malformed, or about a kernel or architecture that nobody declared."""
     again = "write it anew with mla-prefill " + ("verify" if kind == "evidence" else "bench")
+    if len(source.raw) > MAX_BYTES:
+        yield source.finding((1, 1), "X360", f"larger than {MAX_BYTES // 2**20} MiB", again)
+        return
     try:
         record = json.loads(source.raw)
     except json.JSONDecodeError as error:

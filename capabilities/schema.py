@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mla_prefill.capabilities.findings import Finding, nearest
-from mla_prefill.capabilities.source import SourceFile
+from mla_prefill.capabilities.source import MAX_FINDINGS, SourceFile
 
 SCHEMA_DIR = Path(__file__).parent / "schema"
 SCHEMA_VERSION = 1
@@ -35,8 +36,8 @@ def validate(source: SourceFile, name: str) -> list[Finding]:
         mark = source.locate(["schema_version"])
         message = f"schema_version {version!r} is not readable by this program"
         return [source.finding(mark, "S206", message, f"it reads schema_version {SCHEMA_VERSION}")]
-    findings = {f for error in validator(name).iter_errors(source.data) for f in _findings(source, error)}
-    return sorted(findings)
+    found = (f for error in validator(name).iter_errors(source.data) for f in _findings(source, error))
+    return sorted(set(itertools.islice(found, MAX_FINDINGS)))
 
 
 def _findings(source: SourceFile, error: Any) -> Iterator[Finding]:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mla_prefill.capabilities.findings import Finding, MatrixError
+from mla_prefill.capabilities.findings import MAX_BYTES, Finding, MatrixError
 
-MAX_BYTES = 8 * 1024 * 1024
 MAX_DEPTH = 32
+#: Characters of a finding's message: what it quotes may be megabytes long.
+MAX_TEXT = 1000
 #: As many findings as a person can use from one file; a file of another kind could give millions.
 MAX_FINDINGS = 200
 
@@ -67,7 +68,7 @@ class SourceFile:
         self.data: Any = None
 
     def finding(self, mark: Mark, code: str, message: str, hint: str = "", **more: Any) -> Finding:
-        return Finding(self.label, mark[0], mark[1], code, message, hint, **more)
+        return Finding(self.label, mark[0], mark[1], code, _bounded(message), _bounded(hint), **more)
 
     def locate(self, path: Sequence[str | int], *, key: bool = False) -> Mark:
         """Line and column (1-based) of the value at ``path``, or of its key; of the nearest parent if it is absent."""
@@ -86,6 +87,11 @@ class SourceFile:
     def at(self, *path: str | int) -> str:
         """``label:line`` of the key at ``path``: the provenance that a row carries."""
         return f"{self.label}:{self.locate(path, key=True)[0]}"
+
+
+def _bounded(text: str) -> str:
+    """A text that a person can read, whatever stands in the file."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
 def read_file(path: Path, label: str | None = None) -> SourceFile:

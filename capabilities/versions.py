@@ -71,6 +71,12 @@ def without(specifier: str, bad: str) -> str:
     return specifier if simple is None else str(simple)
 
 
+@lru_cache(maxsize=4096)
+def covers(outer: str, inner: str) -> bool:
+    """Whether every version of ``inner`` is in ``outer``."""
+    return SpecifierSet(inner).to_range().difference(SpecifierSet(outer).to_range()).is_empty
+
+
 def overlap(one: str, other: str) -> bool:
     """Whether some version is in both ranges."""
     return not SpecifierSet(one).to_range().intersection(SpecifierSet(other).to_range()).is_empty

@@ -30,6 +30,7 @@ class Verdict(NamedTuple):
             "pad_v_to": c.pad_v_to,
             "requires": list(c.requires),
             "proof": c.proof,
+            "proven": c.proven,
             "reasons": [r.to_dict() for r in self.reasons],
             "notes": list(self.notes),
         }
@@ -161,7 +162,7 @@ class Decision:
         if c.requires:
             lines.append(f"  requires: {', '.join(c.requires)}")
         lines.append(f"  V: {'zero-padded to ' + str(c.pad_v_to) if c.pad_v_to else 'as it is'}")
-        lines.append(f"  proof: {c.proof}   row: {c.source}")
+        lines.append(f"  proof: {c.proof}{f' ({c.proven})' if c.proven else ''}   row: {c.source}")
         order = self.matrix.order_for(self.arch, self.request.dims)
         if order and not self.notes:  # under the measured policy a note says what the order rests on
             lines.append(f"  order: {order.source}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -162,6 +163,7 @@ class _Asked(NamedTuple):
     fa_version: int | None
     disable: tuple[str, ...]
     constraints: tuple[Constraint, ...]
+    notes: tuple[str, ...]
 
 
 def decide(request: Request, environment: Environment, matrix: Matrix) -> Decision:
@@ -189,6 +191,7 @@ def decide(request: Request, environment: Environment, matrix: Matrix) -> Decisi
         reason = Reason("lower-priority", verdict.candidate.kernel, eligible[0].candidate.kernel, arch, source)
         verdicts.append(verdict._replace(verdict="eligible", reasons=(reason,)))
     verdicts += [verdict for verdict in weighed if verdict.reasons]
+    notes = (*asked.notes, *notes)
     return Decision(request, environment, arch, chosen, tuple(verdicts), asked.constraints, notes, matrix)
 
 
@@ -199,21 +202,36 @@ def _asked(request: Request, environment: Environment, matrix: Matrix) -> _Asked
         constraints.append(Constraint("backend", backend, "argument"))
     if fa_version is not None:
         constraints.append(Constraint("fa_version", fa_version, "argument"))
-    if backend is None and fa_version is None:
-        backend, fa_version = overrides.backend, overrides.fa_version
-        if backend is not None:
-            constraints.append(Constraint("backend", backend, "environment variable MLA_PREFILL_BACKEND"))
-        if fa_version is not None:
-            constraints.append(Constraint("fa_version", fa_version, "environment variable MLA_PREFILL_FA_VERSION"))
+    # An argument beats the variable for the same thing, and one for the other thing where both cannot hold.
+    notes = []
+    argument = constraints[0] if constraints else None
+    for name, value, variable in (
+        ("backend", overrides.backend, "MLA_PREFILL_BACKEND"),
+        ("fa_version", overrides.fa_version, "MLA_PREFILL_FA_VERSION"),
+    ):
+        if value is None or {"backend": backend, "fa_version": fa_version}[name] is not None:
+            continue
+        both = {"backend": backend, "fa_version": fa_version, name: value}
+        if argument is not None and not _can_hold(matrix, **both):
+            notes.append(f"{variable}={value} is not used: the request asks for {argument.name} {argument.value}")
+            continue
+        backend, fa_version = both["backend"], both["fa_version"]
+        constraints.append(Constraint(name, value, f"environment variable {variable}"))
     if overrides.disable:
         constraints.append(
             Constraint("disable", ", ".join(overrides.disable), "environment variable MLA_PREFILL_DISABLE")
         )
     if request.needs:
         constraints.append(Constraint("needs", ", ".join(request.needs), "argument"))
-    asked = _Asked(backend, fa_version, overrides.disable, tuple(constraints))
+    asked = _Asked(backend, fa_version, overrides.disable, tuple(constraints), tuple(notes))
     _require_known(asked, request, matrix)
     return asked
+
+
+def _can_hold(matrix: Matrix, backend: Any, fa_version: Any) -> bool:
+    """Whether some kernel of this backend (or this kernel) has this FlashAttention version."""
+    named = [k for k in matrix.kernels.values() if backend in (k.backend, k.name)]
+    return any(k.fa_version == fa_version for k in named) or not named
 
 
 def _require_known(asked: _Asked, request: Request, matrix: Matrix) -> None:
@@ -236,12 +254,11 @@ def _require_known(asked: _Asked, request: Request, matrix: Matrix) -> None:
     for need in request.needs:
         if need not in matrix.features:
             raise UnknownNameError(f"unknown feature {need!r}; {nearest(need, matrix.features)}")
-    if asked.backend and asked.fa_version is not None:
-        kernels = [k for k in matrix.kernels.values() if asked.backend in (k.backend, k.name)]
-        if not any(k.fa_version == asked.fa_version for k in kernels):
-            raise UnknownNameError(
-                f"{asked.backend} has no FlashAttention version {asked.fa_version}; give one of the two"
-            )
+    if asked.backend and asked.fa_version is not None and not _can_hold(matrix, asked.backend, asked.fa_version):
+        raise UnknownNameError(
+            f"{asked.backend} ({origins['backend']}) has no FlashAttention version {asked.fa_version} "
+            f"({origins['fa_version']}); give one of the two"
+        )
 
 
 def _weigh(
@@ -288,6 +305,8 @@ def _weigh(
         reasons += [reason for reason in against if reason.code not in stated]
         if offer is not None:
             candidate = offer.described if installed is None else offer.installed
+            if offer.known_bad:
+                candidate = replace(candidate, requires=(offer.requirement_for(request.dtype, request.needs),))
             notes = _notes(offer, installed)
     return Verdict(candidate, "rejected" if reasons else "eligible", tuple(reasons), notes)
 
@@ -317,7 +336,7 @@ def _offer(
             return offer, []
         against += reasons
     if not against:
-        wanted = " or ".join(offer.requirement for offer in cell.offers)
+        wanted = " or ".join(offer.requirement_for(request.dtype, request.needs) for offer in cell.offers)
         against = [Reason("kernel-not-installed", subject, wanted, None, cell.offers[0].provider.source)]
     return None, against
 
@@ -336,11 +355,11 @@ def _against(offer: Offer, version: str | None, request: Request, subject: str, 
         if not versions.contains(offer.specifier, version):
             reasons.append(Reason("version-out-of-range", subject, name + offer.specifier, version, source))
     for bad in offer.known_bad:
-        dtype_applies = not bad.dtypes or request.dtype in bad.dtypes
-        need_applies = not bad.needs or not set(bad.needs).isdisjoint(request.needs)
+        if not bad.matters(request.dtype, request.needs):
+            continue
         # Without installed versions only a defect of every version counts; a bounded one shows in `requires`.
-        hit = versions.contains(bad.version, version) if version is not None else not bad.version
-        if dtype_applies and need_applies and hit:
+        every = version is None and versions.covers(bad.version, offer.specifier)
+        if every or (version is not None and versions.contains(bad.version, version)):
             reasons.append(Reason("known-bad", subject, bad.reason, f"{name}{bad.version or ' (all)'}", bad.source))
     return reasons
 

@@ -69,9 +69,10 @@ def _proposals(decision: Decision, verdict: Verdict) -> Iterator[Proposal]:
         ask += " and "
     if codes <= _CURED_BY_AN_INSTALL and environment.packages is not None:
         for offer in offers:
-            version = versions.floor(versions.split(offer.requirement)[1]) or "0"
+            requirement = offer.requirement_for(request.dtype, request.needs)
+            version = versions.floor(versions.split(requirement)[1]) or "0"
             installed = {**(environment.installed or {}), offer.distribution: version}
-            text = f"{ask}install {offer.requirement}" + ("" if ask else f" for {name}")
+            text = f"{ask}install {requirement}" + ("" if ask else f" for {name}")
             yield text, request, environment.replace(installed=installed)
     if codes == {"kernel-import-failed"}:
         broken = dict(environment.import_errors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -188,6 +189,50 @@ def test_environment_variables_reach_the_answer(
     code, _, err = call(capsys, "select", "--arch", "sm90", "--dims", "64,64,128")
     assert code == 2
     assert "did you mean MLA_PREFILL_FA_VERSION?" in err
+
+
+def test_check_reads_our_variables_like_every_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLA_PREFILL_MATRIX", "/nowhere/matrix.yaml")
+    assert call(capsys, "check")[0] == 2
+    monkeypatch.delenv("MLA_PREFILL_MATRIX")
+    monkeypatch.setenv("MLA_PREFILL_MATRX", "x")
+    code, _, err = call(capsys, "check")
+    assert code == 2
+    assert "did you mean MLA_PREFILL_MATRIX?" in err
+
+
+@pytest.mark.parametrize(
+    "raised", ["AttributeError('boom')", "OSError(2, 'No such file', 'libtorch.so')", "SystemExit(7)"]
+)
+@pytest.mark.parametrize("command", [["run", "--dims", "64,64,128"], ["verify"], ["bench", "--quick"]])
+def test_a_broken_pytorch_is_one_line(tmp_path: Path, command: list[str], raised: str) -> None:
+    (tmp_path / "torch.py").write_text(f"raise {raised}\n")
+    info = tmp_path / "torch-2.13.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    arguments = [sys.executable, "-m", "mla_prefill", *command]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd="/", env=environment, check=False)
+    assert done.returncode == 1
+    assert "PyTorch is needed to run a kernel and cannot be imported" in done.stderr
+    assert len(done.stderr.strip().split("\n")) == 1
+
+
+def test_where_a_record_cannot_go_is_said_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="verify computes with PyTorch")
+    code, out, err = call(capsys, "verify", "--output", "/proc/x.json")
+    assert (code, out) == (2, "")
+    assert "cannot write /proc/x.json" in err
+    assert len(err.strip().split("\n")) == 1
+
+
+def test_a_second_geometry_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = call(capsys, "select", "--arch", "sm90", "--config", str(CONFIGS / "dots3_note.json"))
+    assert "33 layers have other dims: ask with --dims 192,64,128" in err
+    _, _, err = call(capsys, "select", "--arch", "sm90", "--model", "dots3_note")
+    assert "some layers of dots3_note have other dims" in err
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,9 @@ def test_random_matrices_equal_brute_force_whatever_the_order_of_rows(blocks: di
 def test_a_key_nobody_declared_is_empty_and_leaves_nothing_behind(matrix: Matrix) -> None:
     dims = MLADimensions(64, 64, 128)
     assert matrix.lookup("sm90", 4, MLADimensions(8, 8, 8)) == ()
-    assert matrix.lookup("sm999", 4, dims) == ()
+    assert matrix.lookup("sm_90a", 4, dims) == matrix.lookup("sm90", 4, dims)
+    with pytest.raises(UnknownNameError):  # a typing error is not "nothing allowed"
+        matrix.lookup("sm999", 4, dims)
     assert matrix.lookup("sm90", 7, dims) == ()
     before = len(matrix._table)
     for width in range(8, 800, 8):
@@ -243,7 +245,7 @@ def test_amd_is_never_taken_for_nvidia(matrix: Matrix) -> None:
 
 @pytest.mark.parametrize(
     ("product", "arch"),
-    [("H200", "sm90"), ("NVIDIA H200", "sm90"), ("h100", "sm90"), ("L40S", "sm89"), ("B300", "sm103"), ("MI300X", "gfx942"), ("AMD Instinct MI355X", "gfx950"), ("RTX 4090", "sm89"), ("NVIDIA GeForce RTX 4090", "sm89"), ("RTX PRO 6000", "sm120")],
+    [("H200", "sm90"), ("NVIDIA H200", "sm90"), ("h100", "sm90"), ("L40S", "sm89"), ("B300", "sm103"), ("MI300X", "gfx942"), ("AMD Instinct MI355X", "gfx950"), ("RTX 4090", "sm89"), ("NVIDIA GeForce RTX 4090", "sm89"), ("RTX PRO 6000", "sm120"), ("NVIDIA H100 80GB HBM3", "sm90"), ("NVIDIA A100-SXM4-80GB", "sm80"), ("NVIDIA GeForce RTX 4090 Laptop GPU", "sm89"), ("NVIDIA RTX 6000 Ada Generation", "sm89")],
 )  # fmt: skip
 def test_products(matrix: Matrix, product: str, arch: str) -> None:
     assert matrix.gpu(product) == arch

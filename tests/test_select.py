@@ -252,6 +252,33 @@ def test_an_argument_beats_the_environment_and_the_decision_says_so() -> None:
     assert decision.constraints[0].origin == "environment variable MLA_PREFILL_BACKEND"
 
 
+def test_a_variable_for_the_other_thing_still_holds_beside_an_argument() -> None:
+    """Pinned is used or refused: FLASH_ATTN from the engine and FA2 from the environment are both kept."""
+    decision = decide(Request(DEEPSEEK, backend="FLASH_ATTN"), with_overrides(fa_version=2), MATRIX)
+    assert kernel(decision) == "fa2"
+    assert [c.origin for c in decision.constraints] == ["argument", "environment variable MLA_PREFILL_FA_VERSION"]
+    decision = decide(Request(DEEPSEEK, backend="CUDNN"), with_overrides(fa_version=2), MATRIX)
+    assert kernel(decision) == "cudnn"
+    assert decision.notes == ("MLA_PREFILL_FA_VERSION=2 is not used: the request asks for backend CUDNN",)
+
+
+@pytest.mark.parametrize(
+    ("arch", "request_", "requirement"),
+    [
+        ("sm100", Request(GLM, fa_version=4), "flash-attn-4>=4.0.0b11"),
+        ("sm100", Request(GLM, fa_version=4, needs=["context_chunk"]), "flash-attn-4>=4.0.0b36"),
+        ("sm90", Request(DEEPSEEK, fa_version=4, needs=["context_chunk"]), "flash-attn-4>=4.0.0b10"),
+        ("sm100", Request(DEEPSEEK, backend="TRTLLM_RAGGED", needs=["context_chunk"]), "flashinfer-python>=0.6.18"),
+    ],
+)
+def test_what_is_required_is_never_known_bad(arch: str, request_: Request, requirement: str) -> None:
+    chosen = decide(request_, Environment(arch), MATRIX).chosen
+    assert chosen is not None
+    assert chosen.requires == (requirement,)
+    name, _, version = requirement.partition(">=")
+    assert decide(request_, Environment(arch, {name: version}), MATRIX).chosen is not None
+
+
 def test_forcing_what_is_disabled_is_refused() -> None:
     decision = decide(Request(DEEPSEEK, fa_version=3), with_overrides(disable=("fa3",)), MATRIX)
     assert decision.chosen is None
@@ -486,7 +513,7 @@ def test_the_decision_for_a_machine_keeps_every_constraint() -> None:
         "fa_version": 4,
         "pad_v_to": None,
         "provider": "flash-attn-4",
-        "requires": ["flash-attn-4>=4.0.0b5"],
+        "requires": ["flash-attn-4>=4.0.0b10"],
     }
     assert data["request"] == {
         "dims": [128, 64, 128],

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mla_prefill.capabilities.findings import MatrixError
-from mla_prefill.cli_options import FINE, WRONG_USE, UsageError, one_line
+from mla_prefill.cli_options import FINE, NEGATIVE, WRONG_USE, NegativeAnswerError, UsageError, one_line
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,6 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = getattr(importlib.import_module(f"mla_prefill.{module}"), name)(options)
         sys.stdout.flush()
         return code
+    except NegativeAnswerError as answer:
+        print(f"mla-prefill: {answer}", file=sys.stderr)
+        return NEGATIVE
+    except RuntimeError as error:
+        from mla_prefill.backends import KernelError
+
+        if not isinstance(error, KernelError):
+            raise
+        print(f"mla-prefill: {one_line(error)}", file=sys.stderr)
+        return NEGATIVE
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: not an error of ours
         return FINE

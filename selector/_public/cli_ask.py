@@ -11,13 +11,11 @@ from mla_prefill.capabilities.findings import nearest
 from mla_prefill.cli_options import (
     FINE,
     NEGATIVE,
-    NegativeAnswerError,
     UsageError,
     decision_of,
     environment_of,
     matrix_of,
     model,
-    one_line,
     progress,
     request_of,
     shape_of,
@@ -29,11 +27,7 @@ if TYPE_CHECKING:
 
 def select(options: argparse.Namespace) -> int:
     matrix = matrix_of(options)
-    try:
-        wanted, heads = model(options, matrix)
-    except NegativeAnswerError as error:
-        progress(f"mla-prefill: {error}")
-        return NEGATIVE
+    wanted, heads = model(options, matrix)
     request = request_of(options, wanted, shape_of(options, heads))
     decision = decision_of(request, environment_of(options, matrix), matrix)
     if options.format == "json":
@@ -47,14 +41,10 @@ def select(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace) -> int:
     from mla_prefill import Environment
-    from mla_prefill.backends import KernelError
+    from mla_prefill.backends import require_torch
 
     matrix = matrix_of(options)
-    try:
-        wanted, heads = model(options, matrix)
-    except NegativeAnswerError as error:
-        progress(f"mla-prefill: {error}")
-        return NEGATIVE
+    wanted, heads = model(options, matrix)
     arch = "cpu" if options.device == "cpu" else None
     environment = Environment.detect(matrix.distributions, arch)
     decision = decision_of(request_of(options, wanted), environment, matrix)
@@ -66,15 +56,12 @@ def run(options: argparse.Namespace) -> int:
         )
         return NEGATIVE
     warnings.filterwarnings("ignore", module="cutlass")  # what a JIT says of its own arguments
-    try:
-        from mla_prefill.backends.job import run_chunked_prefill  # imports torch, which may be broken in any way
+    require_torch()
+    from mla_prefill.backends.job import run_chunked_prefill
 
-        result = run_chunked_prefill(
-            decision, num_heads=options.heads or heads or 16, seed=options.seed, device=options.device, report=progress
-        )
-    except (KernelError, ImportError) as error:
-        progress(f"mla-prefill: {one_line(error)}")
-        return NEGATIVE
+    result = run_chunked_prefill(
+        decision, num_heads=options.heads or heads or 16, seed=options.seed, device=options.device, report=progress
+    )
     if options.format == "json":
         print(json.dumps({"decision": decision.to_dict(), "result": result.to_dict()}, indent=2))
     else:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_prefill.cli_options import FINE, NEGATIVE, matrix_of, progress
+from mla_prefill.cli_options import FINE, NEGATIVE, matrix_of, overrides, progress
 
 if TYPE_CHECKING:
     from mla_prefill.capabilities.findings import Finding
@@ -17,7 +17,8 @@ def check(options: argparse.Namespace) -> int:
     from mla_prefill.capabilities.report import FORMATS
 
     findings = []
-    for path in [*options.paths, *options.matrix] or [None]:
+    asked = overrides().matrix  # an unknown variable of ours is an error here as everywhere
+    for path in [*options.paths, *options.matrix] or [asked]:
         if options.fix:
             for fixed in fixes.fix(Path(path) if path else None, options.extra):
                 progress(f"fixed {fixed}")

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mla_prefill.cli_options import (
     FINE,
     NEGATIVE,
-    NegativeAnswerError,
     UsageError,
     cells,
     matrix_of,
-    one_line,
     overrides,
     progress,
 )
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def verify(options: argparse.Namespace) -> int:
-    from mla_prefill.backends import KernelError
+    from mla_prefill.backends import require_torch
     from mla_prefill.backends import verify as sweep
 
     matrix = matrix_of(options)
@@ -34,27 +32,27 @@ def verify(options: argparse.Namespace) -> int:
     from mla_prefill import Environment
     from mla_prefill.selector.request import dtype_name
 
+    require_torch()
+    from mla_prefill.backends import records
+
+    records.check_target("evidence", options.output)
     path = options.output
 
     def save(so_far: dict[str, Any]) -> None:
         nonlocal path
         path = sweep.written(so_far, path)  # the first time a name that is free, then the same file again
 
-    try:
-        wanted = sweep.Wanted(*cells(options, matrix), [dtype_name(d) for d in options.dtype or ()])
-        record = sweep.verify(
-            matrix,
-            Environment.detect(matrix.distributions),
-            wanted,
-            setup={"matrix": options.matrix or overrides().matrix, "extra": options.extra},
-            timeout_s=options.timeout,
-            jobs=options.jobs,
-            report=progress,
-            save=save,
-        )
-    except (KernelError, NegativeAnswerError) as error:
-        progress(f"mla-prefill: {one_line(error)}")
-        return NEGATIVE
+    wanted = sweep.Wanted(*cells(options, matrix), [dtype_name(d) for d in options.dtype or ()])
+    record = sweep.verify(
+        matrix,
+        Environment.detect(matrix.distributions),
+        wanted,
+        setup={"matrix": options.matrix or overrides().matrix, "extra": options.extra},
+        timeout_s=options.timeout,
+        jobs=options.jobs,
+        report=progress,
+        save=save,
+    )
     print(json.dumps(record, indent=2) if options.format == "json" else sweep.table(record))
     progress(f"evidence: {path}")
     return FINE if sweep.all_fine(record) else NEGATIVE
@@ -80,16 +78,16 @@ def _build(options: argparse.Namespace, matrix: Matrix) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     from mla_prefill import Environment
+    from mla_prefill.backends import require_torch
+
+    require_torch()
     from mla_prefill.backends import bench as timing
     from mla_prefill.backends import plot, records
     from mla_prefill.capabilities.profiles import Profile
 
     matrix = matrix_of(options)
-    try:
-        kernels, wanted = cells(options, matrix)
-    except NegativeAnswerError as error:
-        progress(f"mla-prefill: {error}")
-        return NEGATIVE
+    kernels, wanted = cells(options, matrix)
+    records.check_target("measured", options.output)
     environment = Environment.detect(matrix.distributions)
     arch = matrix.architectures[matrix.arch(environment.arch)]
     path = records.target("measured", f"{environment.device or arch.id} {timing.today()}", options.output)

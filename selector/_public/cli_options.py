@@ -41,6 +41,9 @@ def model(options: argparse.Namespace, matrix: Matrix) -> tuple[MLADimensions, i
     answer = read_config(options.config, matrix.families)
     if not isinstance(answer, ModelDims):
         raise NegativeAnswerError(f"{options.config}: {answer.reason}")
+    for other in answer.other_dims:
+        layers = f"{len(other.layers)} layers" if other.layers else "some layers"
+        progress(f"note: {layers} have other dims: ask with --dims {','.join(map(str, other.dims))}")
     return answer.dims, answer.num_attention_heads
 
 
@@ -68,6 +71,8 @@ def _named_model(name: str, matrix: Matrix) -> tuple[MLADimensions, int | None]:
     if record.get("dims") is None:
         why = record.get("reason") or record.get("note") or "they were not published"
         raise NegativeAnswerError(f"{name} ({family}) has no known MLA dims: {why}; give its --config")
+    if "second_geometry" in record:
+        progress(f"note: some layers of {name} have other dims; give its --config to see them")
     return MLADimensions(*record["dims"]), record.get("num_attention_heads")
 
 
