@@ -74,7 +74,7 @@ class TrtllmRagged(PrefillAdapter):
         if not self._host_lengths:
             raise ValueError(
                 "some sequences have no queries or no keys, which trtllm_ragged_attention_deepseek gets wrong in this "
-                "version; use flashinfer-python>=0.6.18, or leave such sequences out of the batch"
+                "version (it has no kv_seq_lens_cpu); use a newer flashinfer-python, or leave such sequences out"
             )
         as_tensor = partial(torch.tensor, dtype=torch.int32)
         return {"q_seq_lens_cpu": as_tensor(lengths_q), "kv_seq_lens_cpu": as_tensor(lengths_k)}

@@ -394,11 +394,11 @@ def test_c50_availability_is_decided_over_all_providers() -> None:
 
 
 def test_a_build_that_lacks_a_dtype_is_passed_over() -> None:
-    """fa3-fwd is built without fp16; flash-attn-3 has it."""
+    """fa3-fwd is built without fp16; vLLM's copy has it."""
     decision = ask("sm90", DEEPSEEK, {"fa3-fwd": "0.0.3"}, dtype="float16", fa_version=3)
     assert codes(decision, "fa3") == ["dtype-unsupported"]
     assert "fa3-fwd" in message(decision, "fa3")
-    assert any("flash-attn-3" in hint.text for hint in decision.hints)
+    assert any("vllm" in hint.text for hint in decision.hints)
 
 
 @pytest.mark.parametrize(("version", "codes_of_fa4"), [("4.0.0b10", ["version-out-of-range"]), ("4.0.0b36", [])])
