@@ -103,14 +103,14 @@ def test_every_package_in_every_version(arch: str, page: Any, matrix: Matrix, ex
 
 @pytest.mark.parametrize("arch", architectures())
 def test_every_pair_of_widths(arch: str, page: Any, matrix: Matrix, export: Any) -> None:
-    """Dims that no block has, over the whole grid: every verdict with its padding, requirements and codes."""
+    """Dims that no block has, over the whole grid: every verdict with its padding, requirements, codes and sources."""
     browser, widths = page(), range(export.STEP, export.WIDEST + 1, export.STEP)
     brief = "return explorer.answer({arch: arguments[0], dims: arguments[1], dtype: 'bfloat16', fa_version: null, installed: null})"
     lines = f"""
     const answers = [];
     for (const dims of arguments[1]) {{
       const found = (() => {{ {brief.replace("arguments[1]", "dims")} }})();
-      answers.push(found.candidates.map((c) => [c.kernel, c.verdict, c.pad_v_to, c.requires, c.reasons.map((r) => r.code)]));
+      answers.push(found.candidates.map((c) => [c.kernel, c.verdict, c.pad_v_to, c.requires, c.reasons.map((r) => [r.code, r.source])]));
     }}
     return JSON.stringify(answers);"""
     grid = [(qk - 1, 1, v) for qk in widths for v in widths]
@@ -124,7 +124,7 @@ def test_every_pair_of_widths(arch: str, page: Any, matrix: Matrix, export: Any)
                 v.verdict,
                 v.candidate.pad_v_to,
                 list(v.candidate.requires),
-                [r.code for r in v.reasons],
+                [[r.code, r.source] for r in v.reasons],
             ]
             for v in decision.verdicts
         ], dims
