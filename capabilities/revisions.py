@@ -10,8 +10,9 @@ import subprocess
 import tarfile
 from pathlib import Path, PurePosixPath
 
+from mla_prefill.capabilities.findings import MAX_BYTES
 from mla_prefill.capabilities.load import DATA_LABEL, KINDS, Sources, gather, kind_of
-from mla_prefill.capabilities.source import MAX_BYTES, SourceFile, read_file
+from mla_prefill.capabilities.source import SourceFile, read_file
 
 RECORDS = ("evidence", "measured")
 
