@@ -103,6 +103,7 @@ class Matrix:
     """
 
     def __init__(self, document: Mapping[str, Any], folder: Path | None = None) -> None:
+        self._document = document
         self.fingerprint: str = document["fingerprint"]
         self.schema_version: int = document["schema_version"]
         self.features: Mapping[str, str] = MappingProxyType(document["features"])
@@ -133,6 +134,10 @@ class Matrix:
         self._cells: dict[tuple[str, MLADimensions], tuple[Cell, ...]] = {}
         self._table: dict[tuple[str, int | None, tuple[int, int, int]], tuple[Candidate, ...]] = {}
         self.answers: dict[Any, Any] = {}  # what a selector remembers for as long as this matrix lives
+
+    def __reduce__(self) -> tuple[type[Matrix], tuple[Mapping[str, Any]]]:
+        """Pickled and copied as what it was made of; a decision can then go to another process."""
+        return Matrix, (self._document,)
 
     # ---- asking -----------------------------------------------------------------------------------------------
 

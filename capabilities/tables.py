@@ -8,7 +8,7 @@ from typing import Any
 from mla_prefill.capabilities.matrix import Cell, Matrix
 
 #: How far a cell is proven, in one sign.
-PROOF_SIGNS = {"source": "", "built": " (built)", "run": " (run)", "measured": " (measured)", "contradicted": " (!)"}
+PROOF_SIGNS = {"source": "", "built": " (built)", "run": " (run)", "measured": " (measured)", "contradicted": " (contradicted)"}
 
 
 def columns(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:

@@ -83,7 +83,7 @@ class Decision:
 
     @property
     def hints(self) -> tuple[Hint, ...]:
-        """What would make it better: installs and versions that make a rejected candidate eligible, each tried."""
+        """Installs and versions that would make a better candidate eligible, each tried."""
         from mla_prefill.selector.hints import hints  # evaluates the engine again; only explaining needs it
 
         return hints(self)
@@ -145,7 +145,7 @@ class Decision:
 
     def _machine(self) -> str:
         environment = self.environment
-        parts = [environment.device or "", f"found by {environment.detected_by}"]
+        parts = [environment.device or "", environment.detected_by]
         parts.append("packages are no constraint" if environment.packages is None else "")
         return "(" + ", ".join(p for p in parts if p) + ")"
 

@@ -19,7 +19,7 @@ from mla_prefill.selector import renamed, telling
 from mla_prefill.selector.decision import Constraint, Decision, NoBackendError, Verdict
 from mla_prefill.selector.environment import VARIABLES, VISIBLE_DEVICES, Environment, Overrides
 from mla_prefill.selector.reasons import Reason
-from mla_prefill.selector.request import Request
+from mla_prefill.selector.request import Request, RequestError
 
 #: Decisions are small, and an engine asks a handful of questions. Who asks more than this starts anew.
 CACHE_SIZE = 1024
@@ -168,6 +168,8 @@ class _Asked(NamedTuple):
 
 def decide(request: Request, environment: Environment, matrix: Matrix) -> Decision:
     """`select` without cache and without raising: ``chosen`` is None where nothing is eligible."""
+    if not isinstance(request, Request):
+        raise RequestError(f"select takes a Request such as Request((64, 64, 128)), got {request!r}")
     asked = _asked(request, environment, matrix)
     try:
         arch = matrix.arch(environment.arch)

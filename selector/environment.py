@@ -150,6 +150,8 @@ class Environment(_Fields):
 
 
 def _pairs(mapping: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"installed maps distributions to versions such as {{'torch': '2.11.0'}}, got {mapping!r}")
     return tuple(sorted((canonical(str(name)), str(value)) for name, value in mapping.items()))
 
 
@@ -196,7 +198,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     """`report` for people."""
     device = f" {report['device']}" if report["device"] else ""
     lines = [
-        f"arch      {report['arch']}{device} (by {report['detected_by']})",
+        f"arch      {report['arch']}{device} ({report['detected_by']})",
         f"python    {report['python']} on {report['platform']}",
         f"matrix    {report['matrix']['fingerprint']}",
     ]

@@ -122,8 +122,11 @@ class Request(_Fields):
             raise RequestError(f"unknown policy {policy!r}; {nearest(policy, POLICIES)}")
         if fa_version is not None and type(fa_version) is not int:
             raise RequestError(f"fa_version must be a whole number such as 3, got {fa_version!r}")
-        if isinstance(needs, str):
-            raise RequestError(f"needs must be a list of features, got the string {needs!r}")
+        if isinstance(needs, str) or not isinstance(needs, Iterable):
+            raise RequestError(f"needs must be a list of features such as ['lse'], got {needs!r}")
+        needs = tuple(needs)
+        if not all(isinstance(need, str) for need in needs):
+            raise RequestError(f"needs must be a list of features such as ['lse'], got {list(needs)!r}")
         if shape is not None and not isinstance(shape, BatchShape):
             raise RequestError(f"shape must be a BatchShape such as BatchShape(8, 512, heads=16), got {shape!r}")
         return super().__new__(

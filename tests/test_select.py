@@ -6,6 +6,8 @@ A test named after a case (C01 ...) holds the right outcome of that public repor
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -538,6 +540,8 @@ def test_the_decision_for_a_machine_keeps_every_constraint() -> None:
         ({"dims": DEEPSEEK, "dtype": "int8"}, "unknown dtype"),
         ({"dims": DEEPSEEK, "policy": "fastest"}, "unknown policy"),
         ({"dims": DEEPSEEK, "needs": "lse"}, "list of features"),
+        ({"dims": DEEPSEEK, "needs": None}, "list of features"),
+        ({"dims": DEEPSEEK, "needs": [1]}, "list of features"),
         ({"dims": DEEPSEEK, "fa_version": "3"}, "whole number"),
     ],
 )
@@ -553,6 +557,20 @@ def test_unknown_names_in_a_request_get_the_nearest_one() -> None:
         ask("sm90", DEEPSEEK, needs=["context_chunks"])
     with pytest.raises(UnknownNameError, match="one of the two"):
         ask("sm90", DEEPSEEK, backend="FLASHINFER", fa_version=3)
+
+
+def test_values_of_another_kind_are_refused_in_words() -> None:
+    with pytest.raises(RequestError, match="takes a Request"):
+        select(DEEPSEEK, Environment("sm90"), MATRIX)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="installed maps distributions to versions"):
+        Environment("sm90", ["torch"])  # type: ignore[arg-type]
+
+
+def test_a_decision_goes_to_another_process() -> None:
+    decision = ask("sm90", DEEPSEEK, {"flash-attn-4": "4.0.0b36"})
+    for copied in (pickle.loads(pickle.dumps(decision)), copy.deepcopy(decision)):
+        assert copied.chosen == decision.chosen
+        assert copied.explain() == decision.explain()
 
 
 def test_dtypes_in_every_spelling() -> None:

@@ -110,7 +110,10 @@ def shape_of(options: argparse.Namespace, heads: int | None) -> BatchShape | Non
         raise UsageError(f"--shape takes SEQUENCESxLENGTH such as 8x512, got {options.shape!r}")
     if not (heads := options.heads or heads):
         raise UsageError("--shape needs the attention heads on a rank as well: add --heads N")
-    return BatchShape(int(sequences), int(length), heads, options.graph)
+    shape = BatchShape(int(sequences), int(length), heads, options.graph)
+    if options.policy != "measured":
+        raise UsageError("--shape goes with --policy measured: the default order does not depend on it")
+    return shape
 
 
 def environment_of(options: argparse.Namespace, matrix: Matrix) -> Environment:
