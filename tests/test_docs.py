@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shlex
 import textwrap
@@ -92,19 +93,40 @@ def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[
     assert shown(output) == shown(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/selecting.md"])
-def test_python_examples_run(page: str) -> None:
-    """On the CPU, with a batch as the text describes it: 32 heads, two sequences of 3 and 4 tokens."""
-    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
-    q, k, v = (torch.randn(7, 32, 128, dtype=torch.bfloat16) for _ in range(3))
+def batch(device: str) -> dict[str, Any]:
+    """A batch as the pages describe it: 32 heads, sequences of 3 and 4 tokens, with 2 and 5 tokens of context."""
+    starts, context = (torch.tensor(s, dtype=torch.int32, device=device) for s in ([0, 3, 7], [0, 2, 7]))
+    q, k, v = (torch.randn(7, 32, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
     names: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 4, "max_seqlen_k": 4}
-    names |= {"q": q, "k": k, "v": v}
+    names |= {"cu_seqlens_context": context, "max_seqlen_context": 5, "k_context": k, "v_context": v}
+    return names | {"q": q, "k": k, "v": v}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/selecting.md", "docs/engine.md"])
+def test_python_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(logging.getLogger("mla_prefill"), "level", logging.NOTSET)  # restored, whatever a page sets
+    config = json.dumps(str(ROOT / "tests" / "data" / "hf_configs" / "mistral_small_4.json"))
+    names = batch("cpu")
     for block in blocks(page, "python"):
         if "load(" in block:
             names["decision"] = select(Request((64, 64, 128)), Environment("cpu", {"torch": torch.__version__}))
-        exec(block.replace('device="cuda"', 'device="cpu"'), names)
-    assert names["out"].shape == v.shape
+        exec(block.replace('device="cuda"', 'device="cpu"').replace('"path/to/config.json"', config), names)
+    assert names["out"].shape == names["v"].shape
     assert names["lse"].shape == (32, 7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_cuda_graph_example_replays() -> None:
+    names = batch("cuda")
+    (block,) = (block for block in blocks("docs/engine.md", "python") if "graph.replay()" in block)
+    exec("from mla_prefill import Request, load, select\n" + block, names)
+    first = names["out"].clone()
+    names["v"].mul_(2)
+    names["graph"].replay()
+    torch.testing.assert_close(names["out"], first * 2)
 
 
 def test_the_block_of_the_readme_is_a_valid_overlay(tmp_path: Path) -> None:
