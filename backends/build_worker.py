@@ -180,6 +180,10 @@ def flashinfer(backend: str) -> Compiler:
     return functools.partial(compile_flashinfer, torch, module.gen_batch_prefill_module, backend)
 
 
+#: What nvcc says where the toolkit is too old, lacks a header, or was killed: nothing about the kernel.
+TOOLKIT = ("Unsupported gpu architecture", "No such file or directory", "died due to signal 9")
+
+
 def compile_flashinfer(torch: Any, generate: Callable[..., Any], backend: str, job: Job) -> Answer:
     dtype = getattr(torch, job.dtype)
     # position encoding 0: none; no sliding window, no soft cap, no fp16 accumulation
@@ -194,8 +198,8 @@ def compile_flashinfer(torch: Any, generate: Callable[..., Any], backend: str, j
     if ran.returncode:
         lines = ran.stderr.splitlines()
         said = " ".join([line for line in lines if "error" in line or "fatal" in line] or lines[-1:])
-        unknown = "Unsupported gpu architecture" in said  # an older toolkit says nothing about the kernel
-        return Answer(None if unknown else False, 0.0, one_line(said) or f"nvcc ended with status {ran.returncode}")
+        untried = any(sign in said for sign in TOOLKIT)
+        return Answer(None if untried else False, 0.0, one_line(said) or f"nvcc ended with status {ran.returncode}")
     target = re.search(r"code=(sm_\w+)", command["command"])
     return Answer(True, 0.0, target=target and target[1])
 

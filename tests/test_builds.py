@@ -290,6 +290,11 @@ class JitSpec:
         ("", True, None),
         ("echo 'prefill.cuh(10): error: static assertion failed' >&2; exit 2", False, "static assertion failed"),
         ("echo \"nvcc fatal   : Unsupported gpu architecture 'compute_107a'\" >&2; exit 1", None, "compute_107a"),
+        (
+            "echo 'tensor_fill.h:52:10: fatal error: curand_kernel.h: No such file or directory' >&2; exit 1",
+            None,
+            "curand",
+        ),
     ],
 )
 def test_one_ragged_source_of_flashinfers_module_is_compiled(
