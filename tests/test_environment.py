@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import subprocess
 import sys
@@ -35,6 +37,9 @@ def install(site: Path, distribution: str, version: str, files: dict[str, str]) 
         path = site / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
+    digests = {name: hashlib.sha256(textwrap.dedent(text).encode()).digest() for name, text in files.items()}
+    lines = [f"{name},sha256={base64.urlsafe_b64encode(d).rstrip(b'=').decode()}," for name, d in digests.items()]
+    (info / "RECORD").write_text("\n".join(lines))
 
 
 def test_c45_the_distribution_decides_not_the_module(site: Path) -> None:
@@ -83,6 +88,69 @@ def test_c48_a_package_that_works_is_no_error_and_is_imported_in_the_child_only(
 def test_an_import_that_hangs_ends(site: Path) -> None:
     install(site, "slow", "1", {"slow_module.py": "import time; time.sleep(60)"})
     assert "longer than" in str(import_error(["slow_module"], timeout_s=0.5))
+
+
+def notes_on(name: str, **versions: str) -> list[str]:
+    installed = {key.replace("_", "-"): value for key, value in versions.items()}
+    return probe(MATRIX, installed, lambda _: None).notes.get(name, [])
+
+
+def test_c45_a_probe_tells_the_cute_folder_of_2_8_3_from_fa4(site: Path) -> None:
+    install(site, "flash-attn", "2.8.3", {"flash_attn/__init__.py": "", "flash_attn/cute/__init__.py": ""})
+    notes = notes_on("flash-attn-4", flash_attn="2.8.3")
+    assert notes == ["flash_attn.cute is there (from flash-attn 2.8.3), but it is not flash-attn-4"]
+
+
+def test_a_namespace_package_is_no_fa2(site: Path) -> None:
+    install(site, "flash-attn-4", "4.0.0b36", {"flash_attn/cute/__init__.py": ""})
+    (note,) = notes_on("flash-attn", flash_attn_4="4.0.0b36")
+    assert note.startswith("flash_attn is a namespace package here (from flash-attn-4 4.0.0b36)")
+
+
+def test_a_file_that_another_package_has_overwritten(site: Path) -> None:
+    """Installing flash-attn 2.8.3 after flash-attn-4 leaves its own cute folder in FA4's place."""
+    install(site, "flash-attn-4", "4.0.0b36", {"flash_attn/cute/__init__.py": "NEW = True"})
+    install(site, "flash-attn", "2.8.3", {"flash_attn/__init__.py": "", "flash_attn/cute/__init__.py": "OLD = True"})
+    assert notes_on("flash-attn-4", flash_attn_4="4.0.0b36", flash_attn="2.8.3") == [
+        "flash_attn/cute/__init__.py is not the file that it installed: flash-attn holds it too; reinstall flash-attn-4 last"
+    ]
+    (site / "flash_attn" / "cute" / "__init__.py").unlink()
+    notes = notes_on("flash-attn-4", flash_attn_4="4.0.0b36", flash_attn="2.8.3")
+    assert notes == ["flash_attn/cute/__init__.py is missing: reinstall flash-attn-4"]
+
+
+@pytest.mark.parametrize(("cubin", "consistent"), [("0.6.16", True), ("0.6.16+cu130", True), ("0.6.15", False)])
+def test_c49_a_local_version_part_is_no_mismatch(site: Path, cubin: str, consistent: bool) -> None:
+    install(site, "flashinfer-python", "0.6.16", {"flashinfer/__init__.py": "", "flashinfer/prefill.py": ""})
+    install(site, "flashinfer-cubin", cubin, {})
+    install(site, "flashinfer-jit-cache", "0.6.16+cu130", {})
+    notes = notes_on("flashinfer-python", flashinfer_python="0.6.16")
+    expected = [f"flashinfer-cubin {cubin} does not go with it: install flashinfer-cubin==0.6.16"]
+    assert notes == ([] if consistent else expected)
+
+
+def test_a_build_says_what_it_leaves_out(site: Path) -> None:
+    """FlashAttention 3 keeps it in a module; a local version part names the flavour."""
+    flags = "{'FLASHATTENTION_DISABLE_FP16': True, 'FLASHATTENTION_DISABLE_SPLIT': False, 'FLASHATTENTION_ENABLE_VCOLMAJOR': True}"
+    files = {"fa3_fwd_interface.py": "", "fa3_fwd_config.py": f"CONFIG = {{'build_flags': {flags}}}"}
+    install(site, "fa3-fwd", "0.0.3+cu130", files)
+    assert notes_on("fa3-fwd", fa3_fwd="0.0.3+cu130") == [
+        "+cu130 names the flavour of the build and counts in no version range",
+        "built without FP16",
+    ]
+
+
+def test_a_stub_that_swallows_the_error_is_found_out(site: Path) -> None:
+    """tokenspeed_mla imports well and raises when it is called; the module behind it tells."""
+    stub = "try:\n    from tokenspeed_mla.mla_prefill import run\nexcept ImportError:\n    run = None\n"
+    install(
+        site,
+        "tokenspeed-mla",
+        "2.0.4",
+        {"tokenspeed_mla/__init__.py": stub, "tokenspeed_mla/mla_prefill.py": "import cutlass_is_missing"},
+    )
+    errors = probe(MATRIX, {"tokenspeed-mla": "2.0.4"}, lambda _: None).errors
+    assert errors == {"tokenspeed-mla": "ModuleNotFoundError: No module named 'cutlass_is_missing'"}
 
 
 def test_metadata_cut_short_hides_no_other_package(site: Path) -> None:
@@ -149,7 +217,7 @@ def test_this_machine_answers() -> None:
 def test_the_report_can_be_pasted_into_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_PREFILL_DISABLE", "fa2")
     environment = Environment("sm90", {"fa3-fwd": "0.0.3"}, {"fa3-fwd": "ImportError: no"}, device="H200")
-    data = report(environment, MATRIX)
+    data = report(environment, MATRIX, {"fa3-fwd": ["built without FP16"]})
     assert data["arch"] == "sm90"
     assert data["matrix"]["fingerprint"] == MATRIX.fingerprint
     assert data["variables"]["MLA_PREFILL_DISABLE"] == "fa2"
@@ -159,6 +227,7 @@ def test_the_report_can_be_pasted_into_a_bug(monkeypatch: pytest.MonkeyPatch) ->
         "fa3-fwd",
         "0.0.3",
         "import fails: ImportError: no",
+        "built without FP16",
         "MLA_PREFILL_DISABLE=fa2",
         "not installed",
     ):
