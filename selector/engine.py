@@ -98,7 +98,8 @@ def reload(path: str | Path | None = None) -> Matrix:
         try:
             fresh = load_matrix(source)
         except (MatrixError, OSError) as error:
-            telling.warning("the matrix in force stays: %s cannot be used: %s", source or "the shipped matrix", error)
+            # Its text alone: a log record that holds the error would hold all that was read.
+            telling.warning("the matrix in force stays: %s cannot be used: %s", source or "the shipped one", str(error))
             raise
         state = _State(fresh if given else None, given)
         state.matrices[source] = fresh
