@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import quote
 
-from mla_prefill.capabilities.findings import CODES, Finding
+from mla_prefill.capabilities.findings import ADVICE, CODES, Finding
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -36,7 +37,10 @@ def _escape(text: str) -> str:
 
 def as_sarif(findings: Sequence[Finding]) -> str:
     """One SARIF run, for code scanning."""
-    rules = [{"id": code, "shortDescription": {"text": title}} for code, title in CODES.items()]
+    rules = [
+        {"id": code, "shortDescription": {"text": title}, "help": {"text": ADVICE[code]}}
+        for code, title in CODES.items()
+    ]
     index = {code: i for i, code in enumerate(CODES)}
     results = [
         {
@@ -47,7 +51,7 @@ def as_sarif(findings: Sequence[Finding]) -> str:
             "locations": [
                 {
                     "physicalLocation": {
-                        "artifactLocation": {"uri": f.path.replace("\\", "/")},
+                        "artifactLocation": {"uri": quote(f.path.replace("\\", "/"))},
                         "region": {"startLine": f.line, "startColumn": f.column},
                     }
                 }
