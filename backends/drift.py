@@ -168,9 +168,8 @@ RULES = (
 def _ask(rule: Rule, matrix: Matrix) -> Answer:
     name = f"{rule.distribution}: {rule.source}"
     kernel = matrix.kernels.get(rule.kernel)
-    provider = kernel and next(
-        (p for p in kernel.providers if versions.canonical(p.distribution) == rule.distribution), None
-    )
+    offers = (p for p in kernel.providers if versions.canonical(p.distribution) == rule.distribution) if kernel else ()
+    provider = next(iter(offers), None)
     if kernel is None or provider is None:
         return Answer(name, f"the kernel sheet has no {rule.kernel} of {rule.distribution}")
     try:

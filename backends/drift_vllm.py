@@ -5,10 +5,20 @@ python -m mla_prefill.backends.drift_vllm '{"capabilities": [[9, 0]], "dims": [[
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from typing import Any
 
+_MODULES = (
+    "torch",
+    "vllm",
+    "vllm.platforms.interface",
+    "vllm.v1.attention.backends.fa_utils",
+    "vllm.v1.attention.backends.mla.prefill.base",
+    "vllm.v1.attention.backends.mla.prefill.registry",
+    "vllm.v1.attention.backends.mla.prefill.selector",
+)
 #: What vLLM's module of FLASH_ATTN imports from its own module of kernels.
 _KERNELS = ("compile_flash_attn_varlen_func_from_specs",)
 
@@ -18,13 +28,7 @@ def ask(question: dict[str, Any]) -> dict[str, Any]:
     backend -> why it cannot tell.
     """
     try:
-        import torch
-        import vllm
-        import vllm.v1.attention.backends.fa_utils as kernels
-        from vllm.platforms.interface import DeviceCapability, Platform
-        from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
-        from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
-        from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
+        torch, vllm, platforms, kernels, base, registry, selector = map(importlib.import_module, _MODULES)
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
         return {"why_not": "not installed" if missing == "vllm" else f"no module {missing}: another version, or broken"}
@@ -36,7 +40,7 @@ def ask(question: dict[str, Any]) -> dict[str, Any]:
             setattr(kernels, kernel, None)
     classes: dict[str, Any] = {}
     unasked: dict[str, str] = {}
-    for member in MLAPrefillBackendEnum:
+    for member in registry.MLAPrefillBackendEnum:
         if member.name in question["backends"]:
             try:
                 classes[member.name] = member.get_class()
@@ -46,11 +50,12 @@ def ask(question: dict[str, Any]) -> dict[str, Any]:
     takes: dict[str, dict[str, bool]] = {}
     orders: dict[str, list[str]] = {}
     for major, minor in question["capabilities"]:
-        capability = DeviceCapability(major, minor)
+        capability = platforms.DeviceCapability(major, minor)
         for triple in question["dims"]:
-            key, dims = f"{major}.{minor} {','.join(map(str, triple))}", MLADimensions(**_named(triple))
+            key, dims = f"{major}.{minor} {','.join(map(str, triple))}", base.MLADimensions(**_named(triple))
             takes[key] = _takes(classes, capability, dims, unasked)
-            orders[key] = _order(Platform, classes, capability, MLAPrefillSelectorConfig(torch.bfloat16, dims))
+            config = selector.MLAPrefillSelectorConfig(torch.bfloat16, dims)
+            orders[key] = _order(platforms.Platform, classes, capability, config)
     return {"version": vllm.__version__, "takes": takes, "orders": orders, "unasked": unasked}
 
 
@@ -80,7 +85,11 @@ def _order(platform: Any, classes: dict[str, Any], capability: Any, config: Any)
             return capability
 
     def refuse(name: str) -> Any:
-        return classmethod(lambda cls, *_: tried.append(name) or ["asked for the order only"])
+        def validate_configuration(cls: Any, *_: Any) -> list[str]:
+            tried.append(name)
+            return ["asked for the order only"]
+
+        return classmethod(validate_configuration)
 
     before = {name: backend.__dict__.get("validate_configuration") for name, backend in classes.items()}
     for name, backend in classes.items():
