@@ -214,7 +214,7 @@ def _asked(request: Request, environment: Environment, matrix: Matrix) -> _Asked
     ):
         if value is None or {"backend": backend, "fa_version": fa_version}[name] is not None:
             continue
-        both = {"backend": backend, "fa_version": fa_version, name: value}
+        both: dict[str, Any] = {"backend": backend, "fa_version": fa_version, name: value}
         if argument is not None and not _can_hold(matrix, **both):
             notes.append(f"{variable}={value} is not used: the request asks for {argument.name} {argument.value}")
             continue
