@@ -273,7 +273,7 @@ const explorer = (() => {
       ["package", chosen.provider && `${chosen.provider} ${state.installed[chosen.provider]}`],
       ["requires", chosen.requires.join(", ")],
       ["V", chosen.pad_v_to ? `zero-padded to ${chosen.pad_v_to}` : "as it is"],
-      ["proof", chosen.proof],
+      ["proof", make("a", { href: "../concepts.html#proof-levels" }, chosen.proof)],
       ["row", sourceLink(chosen.row)],
       ["warning", chosen.notes.join("; ")],
     ];

@@ -63,7 +63,7 @@ def test_links_lead_somewhere(site: Path) -> None:
 
 def test_links_that_the_explorer_makes_lead_somewhere(site: Path) -> None:
     script = (ROOT / "docs/explorer/explorer.js").read_text(encoding="utf-8")
-    for page, anchor in re.findall(r'"\.\./(\w+\.html)#(\w+)"', script):
+    for page, anchor in re.findall(r'"\.\./(\w+\.html)#([\w-]+)"', script):
         assert anchor in Page(site / page).anchors
 
 
@@ -79,6 +79,25 @@ def test_every_command_and_public_name_has_its_place(site: Path) -> None:
     assert commands <= Page(site / "_generated/command-line.html").anchors
     names = {f"mla_prefill.{name}" for name in mla_prefill.__all__ if name != "__version__"}
     assert names <= Page(site / "_generated/api.html").anchors
+
+
+#: Options of other programs that the pages name: pip, pytest.
+OTHERS_OPTIONS = {"--extra-index-url", "--no-deps", "--site"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/support").glob("*.md")],
+    ids=lambda p: p.name,
+)
+def test_pages_name_commands_and_options_that_exist(page: Path) -> None:
+    (commands,) = (action.choices for action in build_parser()._actions if isinstance(action.choices, dict))
+    options = {option for command in commands.values() for option in command._option_string_actions}
+    text = page.read_text(encoding="utf-8")
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) - options - OTHERS_OPTIONS == set()
+    for command, rest in re.findall(r"(?:^\$ |`)mla-prefill ([a-z]+)([^`\n#]*)", text, re.MULTILINE):
+        assert command in commands
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest)) <= set(commands[command]._option_string_actions)
 
 
 def test_the_index_leads_to_the_explorer(site: Path, page: Any) -> None:
