@@ -190,7 +190,15 @@ def fa_versions_are_declared(sheets: Sheets) -> Findings:
 
 def dims_blocks_are_declared(sheets: Sheets) -> Findings:
     for kind in ("priorities", "not_allowed"):
-        yield from _unknown(sheets.listed(kind, "dims"), sheets.names("matrix"), "X305", "dims block")
+        listed = (item for item in sheets.listed(kind, "dims") if _beside_the_matrix(item[0], sheets))
+        yield from _unknown(listed, sheets.names("matrix"), "X305", "dims block")
+
+
+def _beside_the_matrix(source: SourceFile, sheets: Sheets) -> bool:
+    """False for a shipped file beside a matrix of somebody else's: what it says of blocks not there has no effect."""
+    ours, matrix = sheets.sources.files.values(), sheets.sources.files["matrix"]
+    folder, of_matrix = (file.label.rpartition("/")[0] for file in (source, matrix))
+    return folder == of_matrix or source not in ours
 
 
 def families_are_declared(sheets: Sheets) -> Findings:
@@ -527,7 +535,7 @@ def every_kernel_has_its_place(sheets: Sheets) -> Findings:
 def models_have_a_block(sheets: Sheets) -> Findings:
     known = {tuple(block["dims"].values()) for _, _, block in sheets.items("matrix")}
     for source, path, family in sheets.items("models"):
-        dims = family.get("dims")
+        dims = family.get("dims") if _beside_the_matrix(source, sheets) else None
         if dims is not None and family.get("is_mla", True) and tuple(dims) not in known:
             message = f"{path[1]} has dims {tuple(dims)}, which no block of the matrix has"
             yield source.finding(source.locate([*path, "dims"]), "X350", message, "add a block for them")

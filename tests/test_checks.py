@@ -304,6 +304,17 @@ def test_a_single_file_stands_in_for_its_namesake(edited: Edit, tmp_path: Path) 
     assert all(c.fa_version != 4 for c in matrix.lookup("sm90", 4, matrix.blocks["deepseek_v3"].dims))
 
 
+def test_a_matrix_of_ones_own_may_leave_out_our_models(tmp_path: Path) -> None:
+    """What the shipped orders and families say of blocks that are not there is no mistake of the file."""
+    text = "schema_version: 1\nmatrix:\n  ours:\n    dims: {qk_nope: 96, qk_rope: 32, v_head: 96}\n"
+    text += "    sources: [{kind: measurement, ref: our own run}]\n"
+    text += "    allow: [{arch: [sm90], fa_version: 4, backends: [FLASH_ATTN]}]\n"
+    site = tmp_path / "matrix.yaml"
+    site.write_text(text, encoding="utf-8")
+    assert {f.severity for f in checks.check_path(site)} == {"notice"}
+    assert list(load_matrix(site).blocks) == ["ours"]
+
+
 def test_loading_raises_every_finding_at_once(edited: Edit) -> None:
     folder = edited("matrix.yaml", "backends: [TRTLLM_RAGGED]", "backends: [TRTLLM]")
     edited("kernels.yaml", "dtypes: [bfloat16, float16]", "dtypes: [bf16, float16]")
