@@ -23,6 +23,7 @@ VARIABLES = {
     "MLA_PREFILL_FA_VERSION": "pins the FlashAttention version",
     "MLA_PREFILL_DISABLE": "comma list of backends or kernels never to use",
     "MLA_PREFILL_MATRIX": "a matrix file or data folder in place of the shipped one",
+    "MLA_PREFILL_VLLM": "inside a vLLM engine: advise, veto or supply",
 }
 #: Which devices a process sees, and so which one it is asked about; the drivers' own variables.
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

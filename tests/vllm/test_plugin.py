@@ -1,0 +1,391 @@
+"""The plugin inside the real, installed vLLM: its registry, selector, configuration and metadata classes.
+
+Runs in an environment of its own (`.ci/run` makes it); no GPU is needed. The platform says that it is a CUDA device of the
+capability at hand, and the extension modules that only vLLM's CUDA wheel has are empty: their kernels are not called.
+`python tests/vllm/test_plugin.py` writes the table of docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mla_prefill.backends import vllm_plugin
+from mla_prefill.capabilities import MLADimensions
+
+torch = pytest.importorskip("torch")
+vllm = pytest.importorskip("vllm")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm.platforms
+    from transformers import PretrainedConfig
+    from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+MODELS = {
+    "DeepSeek-V3": MLADimensions(128, 64, 128),
+    "GLM-4.7-Flash": MLADimensions(192, 64, 256),
+    "Mistral Small 4": MLADimensions(64, 64, 128),
+    "MiniCPM3": MLADimensions(64, 32, 64),
+}
+CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
+
+
+class Cuda(Platform):
+    """vLLM's platform interface, for a CUDA device of some capability."""
+
+    _enum = PlatformEnum.CUDA
+    device_name = device_type = "cuda"
+    dispatch_key = "CUDA"
+    capability = (9, 0)
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> Any:
+        return DeviceCapability(*cls.capability)
+
+
+vllm.platforms.current_platform = Cuda()  # before the modules below bind it
+for extension in ("_vllm_fa2_C", "_vllm_fa3_C"):
+    sys.modules[f"vllm.vllm_flash_attn.{extension}"] = types.ModuleType(extension)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import vllm.vllm_flash_attn.flash_attn_interface as flash_attn_interface
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.v1.attention.backends.mla.prefill import MLAPrefillBackendEnum, get_mla_prefill_backend, selector
+flash_attn_interface.FA4_AVAILABLE = True
+
+
+@contextlib.contextmanager
+def engine(
+    dims: MLADimensions, capability: tuple[int, int], mode: str | None = None, **attention: Any
+) -> Iterator[VllmConfig]:
+    """A vLLM that has loaded the plugin and is about to choose a prefill backend."""
+    Cuda.capability = capability
+    for name in MLAPrefillBackendEnum.__members__.values():
+        name.clear_override()
+    selector._auto_select_mla_prefill_backend.cache_clear()
+    vllm_plugin._say.cache_clear()
+    os.environ.pop(vllm_plugin.VARIABLE, None)
+    if mode is not None:
+        os.environ[vllm_plugin.VARIABLE] = mode
+    vllm_plugin.register()
+    config = VllmConfig(attention_config=AttentionConfig(**attention))
+    fields = dict(zip(dims._fields, dims, strict=True))
+    config.model_config = types.SimpleNamespace(  # the fields that the selector and the backends read
+        hf_text_config=PretrainedConfig(**fields), dtype=torch.bfloat16, is_diffusion=False
+    )
+    try:
+        with set_current_vllm_config(config):
+            yield config
+    finally:
+        os.environ.pop(vllm_plugin.VARIABLE, None)
+
+
+class Lines(logging.Handler):
+    """What the plugin said; vLLM's logger does not propagate to pytest's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    with listening() as lines:
+        yield lines
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[str]]:
+    handler = Lines()
+    vllm_plugin.log.addHandler(handler)
+    vllm_plugin.log.setLevel(logging.INFO)  # as vLLM sets it for its own, once it has its configuration
+    try:
+        yield handler.lines
+    finally:
+        vllm_plugin.log.removeHandler(handler)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def chosen(config: VllmConfig, dims: MLADimensions) -> str:
+    """What vLLM's selector answers: a backend and, for FLASH_ATTN, the version that it then runs."""
+    try:
+        name = get_mla_prefill_backend(config).get_name()
+    except ValueError:  # No valid MLA prefill backend found ...
+        return "none"
+    if name != "FLASH_ATTN":
+        return str(name)
+    version = get_flash_attn_version(head_size=dims.qk_head_dim, head_size_v=dims.v_head_dim)
+    return f"FLASH_ATTN, FA{version}"
+
+
+def row(model: str, dims: MLADimensions, capability: tuple[int, int]) -> list[str]:
+    with engine(dims, capability) as config:
+        alone = chosen(config, dims)
+    with engine(dims, capability, "advise") as config, listening() as lines:
+        assert chosen(config, dims) == alone
+        advice = lines[-1].split(": ", 2)[2].split(" (row")[0]
+        advice = advice.replace("-ac.mla_prefill_backend=", "").replace("-ac.flash_attn_version=", "FA")
+        advice = advice.split(" (FlashAttention")[0].replace(" FA", ", FA").split(";")[0]
+    with engine(dims, capability, "veto") as config:
+        left = chosen(config, dims)
+    with engine(dims, capability, "supply", mla_prefill_backend="CUSTOM") as config, listening() as lines:
+        assert get_mla_prefill_backend(config).get_name() == "CUSTOM"
+        supplied = lines[-1].split("mla-prefill: ")[1].split(" for ")[0]
+    return [model, str(dims), "{}.{}".format(*capability), alone, advice, left, supplied]
+
+
+def table() -> str:
+    head = ["model", "dims", "capability", "vLLM alone", "advise: use", "veto leaves", "supply runs"]
+    rows = [row(model, dims, capability) for model, dims in MODELS.items() for capability in CAPABILITIES]
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def test_the_table_of_the_docs_is_what_vllm_does() -> None:
+    assert DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0] == table()
+
+
+# ---- how it gets in -------------------------------------------------------------------------------------------------
+
+DEEPSEEK, HOPPER = MODELS["DeepSeek-V3"], (9, 0)
+
+
+def overridden() -> list[str]:
+    return [name for name, member in MLAPrefillBackendEnum.__members__.items() if member.is_overridden()]
+
+
+def test_vllm_finds_the_plugin() -> None:
+    from vllm.plugins import load_plugins_by_group
+
+    assert load_plugins_by_group("vllm.general_plugins")["mla_prefill"] is vllm_plugin.register
+
+
+@pytest.mark.parametrize(
+    ("mode", "members"),
+    [
+        (None, []),
+        ("", []),
+        ("advise", list(vllm_plugin.MEMBERS)),
+        ("veto", list(vllm_plugin.MEMBERS)),
+        ("supply", ["CUSTOM"]),
+    ],
+)
+def test_each_mode_overrides_what_it_says(mode: str | None, members: list[str]) -> None:
+    with engine(DEEPSEEK, HOPPER, mode):
+        assert overridden() == members
+
+
+@pytest.mark.parametrize("mode", vllm_plugin.MODES)
+def test_loading_it_again_changes_nothing(mode: str) -> None:
+    with engine(DEEPSEEK, HOPPER, mode):
+        before = [MLAPrefillBackendEnum[name].get_class() for name in overridden()]
+        vllm_plugin.register()
+        assert [MLAPrefillBackendEnum[name].get_class() for name in overridden()] == before
+        assert all(
+            "vllm_plugin" not in str(cls.__mro__[1]) or cls.__mro__[1].__name__ != cls.__name__ for cls in before
+        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "version", "line"),
+    [
+        ("veto", "0.31.0", "not tested with vLLM 0.31.0"),
+        ("veto", "0.40.0.dev1", "not tested with vLLM 0.40.0.dev1"),
+        ("vetto", "0.32.0", "is 'vetto' and does nothing; did you mean veto"),
+    ],
+)
+def test_it_says_one_line_and_does_nothing(
+    mode: str, version: str, line: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    with engine(DEEPSEEK, HOPPER, mode):
+        assert overridden() == []
+    assert len(said) == 1
+    assert line in said[0]
+
+
+@pytest.mark.parametrize("mode", vllm_plugin.MODES)
+def test_it_never_raises(mode: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that cannot be read is told; vLLM goes on, except where it was told to run nothing but ours."""
+    monkeypatch.setenv("MLA_PREFILL_MATRIX", "/nowhere/matrix.yaml")
+    with engine(DEEPSEEK, HOPPER, mode, mla_prefill_backend="CUSTOM" if mode == "supply" else None) as config:
+        if mode == "supply":
+            with pytest.raises(ValueError, match=r"/nowhere/matrix\.yaml"):
+                get_mla_prefill_backend(config)
+        else:
+            assert chosen(config, DEEPSEEK) == "FLASH_ATTN, FA3"
+            assert any("/nowhere/matrix.yaml" in text for text in said)
+
+
+# ---- advise and veto ------------------------------------------------------------------------------------------------
+
+
+def test_the_advice_is_a_setting_that_vllm_reads(said: list[str]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    with engine(DEEPSEEK, HOPPER, "advise") as config:
+        get_mla_prefill_backend(config)
+    words = [word for word in said[-1].split() if word.startswith("-ac.")]
+    assert words == ["-ac.mla_prefill_backend=FLASH_ATTN", "-ac.flash_attn_version=4"]
+    arguments = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words)
+    attention = EngineArgs.from_cli_args(arguments).attention_config
+    attention = AttentionConfig(**attention) if isinstance(attention, dict) else attention
+    assert attention.mla_prefill_backend is MLAPrefillBackendEnum.FLASH_ATTN
+    assert attention.flash_attn_version == 4
+    with engine(DEEPSEEK, HOPPER, mla_prefill_backend="FLASH_ATTN", flash_attn_version=4) as config:
+        assert chosen(config, DEEPSEEK) == "FLASH_ATTN, FA4"
+
+
+def test_the_advice_is_told_once(said: list[str]) -> None:
+    with engine(DEEPSEEK, HOPPER, "advise") as config:
+        for _ in range(3):
+            selector._auto_select_mla_prefill_backend.cache_clear()
+            get_mla_prefill_backend(config)
+    assert sum("-ac." in line for line in said) == 1
+
+
+def test_a_version_that_vllm_would_not_obey_is_not_advised(said: list[str]) -> None:
+    """GLM's (192, 64, 256) on 10.x: FA4 is eligible, and vLLM's MLA prefill falls back to FA2 whatever it is told."""
+    glm = MODELS["GLM-4.7-Flash"]
+    with engine(glm, (10, 0), "advise") as config:
+        get_mla_prefill_backend(config)
+    assert "-ac.flash_attn_version" not in said[-1]
+    assert "FlashAttention 2 is what it runs here" in said[-1]
+
+
+def test_a_veto_appears_in_vllms_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PREFILL_DISABLE", "fa3")
+    with engine(DEEPSEEK, HOPPER, "veto") as config, pytest.raises(ValueError, match="No valid") as caught:
+        get_mla_prefill_backend(config)
+    assert "disabled-by-user: FA3 is disabled by MLA_PREFILL_DISABLE=fa3" in str(caught.value)
+    assert "MLA_PREFILL_VLLM: unset it" in str(caught.value)
+
+
+def test_a_veto_is_of_the_version_that_vllm_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PREFILL_DISABLE", "fa3")
+    with engine(DEEPSEEK, HOPPER, "veto", flash_attn_version=2) as config:
+        assert chosen(config, DEEPSEEK) == "FLASH_ATTN, FA2"
+
+
+def test_a_veto_makes_vllm_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 10.x vLLM has more than one candidate; FlashInfer is said to be there, since only its kernel is missing."""
+    trtllm = MLAPrefillBackendEnum.TRTLLM_RAGGED
+    with engine(DEEPSEEK, (10, 0), "veto"):
+        own = trtllm.get_class().__mro__[1]
+    monkeypatch.setattr(own, "is_available", classmethod(lambda cls: True))
+    detected = vllm_plugin.Environment.detect(arch="10.0")
+    described = detected.replace(installed={**(detected.installed or {}), "flashinfer-python": "0.7.4"})
+    monkeypatch.setattr(vllm_plugin.Environment, "detect", classmethod(lambda cls, **_: described))
+    with engine(DEEPSEEK, (10, 0), "veto") as config:
+        assert chosen(config, DEEPSEEK) == "FLASH_ATTN, FA4"
+    without_fa4 = described.replace(overrides=described.overrides._replace(disable=("fa4",)))
+    monkeypatch.setattr(vllm_plugin.Environment, "detect", classmethod(lambda cls, **_: without_fa4))
+    with engine(DEEPSEEK, (10, 0), "veto") as config:
+        assert chosen(config, DEEPSEEK) == "TRTLLM_RAGGED"
+
+
+# ---- supply ---------------------------------------------------------------------------------------------------------
+
+
+def test_supply_must_be_asked_for() -> None:
+    with engine(DEEPSEEK, HOPPER, "supply") as config:
+        assert chosen(config, DEEPSEEK) == "FLASH_ATTN, FA3"
+
+
+def test_supply_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PREFILL_BACKEND", "TRTLLM_RAGGED")
+    with (
+        engine(DEEPSEEK, HOPPER, "supply", mla_prefill_backend="CUSTOM") as config,
+        pytest.raises(ValueError, match="trtllm_ragged runs on sm100"),
+    ):
+        get_mla_prefill_backend(config)
+
+
+@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
+def test_supply_computes_what_vllms_own_backend_does(dims: MLADimensions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, against vLLM's own CPU backend: new tokens, and a context chunk in which one sequence has no keys."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+    from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
+
+    heads, context_lengths = 4, [5, 0]
+    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    context = torch.tensor([0, 5, 5], dtype=torch.int32)
+    chunk = MLACommonPrefillMetadata.ContextChunk(
+        index=0,
+        request_slice=slice(0, 2),
+        token_slice=slice(0, 7),
+        continuation_token_end=0,
+        is_continuation=False,
+        num_context_tokens=5,
+        query_start_loc=starts,
+        max_query_len=4,
+        cu_seq_lens=context,
+        starts=torch.zeros(2, dtype=torch.int32),
+        max_seq_len=5,
+        seq_lens=torch.tensor(context_lengths, dtype=torch.int32),
+        token_to_seq=torch.tensor([0] * 5, dtype=torch.int32),
+        all_rows_active=False,
+    )
+    metadata = MLACommonPrefillMetadata(
+        block_table=torch.zeros(2, 1, dtype=torch.int32),
+        query_start_loc=starts,
+        max_query_len=4,
+        chunked_context=MLACommonPrefillMetadata.ChunkedContextMetadata(
+            context_lens=torch.tensor(context_lengths, dtype=torch.int32),
+            workspace=torch.empty(0),
+            chunks=[chunk],
+            context_lens_list=context_lengths,
+            empty_token_slices=[],
+        ),
+        query_lens_cpu=starts.diff(),
+    )
+    generator = torch.Generator().manual_seed(0)
+    q, k, context_k = (torch.randn(n, heads, dims.qk_head_dim, generator=generator).bfloat16() for n in (7, 7, 5))
+    v, context_v = (torch.randn(n, heads, dims.v_head_dim, generator=generator).bfloat16() for n in (7, 5))
+    with engine(dims, HOPPER, "supply") as config:
+        monkeypatch.setattr(vllm.platforms, "current_platform", CpuPlatform())
+        arguments = dict(
+            num_heads=heads, scale=dims.qk_head_dim**-0.5, kv_lora_rank=512, **dims._asdict(), vllm_config=config
+        )
+        ours = MLAPrefillBackendEnum.CUSTOM.get_class()(**arguments).clone()
+        own = CPUSDPAMLAPrefillBackend(**arguments)
+    assert ours.get_name() == "CUSTOM"
+    assert ours.supports_out()
+    for backend in (ours, own):
+        backend.prepare_metadata(metadata)
+    out = torch.empty(7, heads, dims.v_head_dim, dtype=torch.bfloat16)
+    tolerances = {"rtol": 2e-2, "atol": 2e-2}
+    assert ours.run_prefill_new_tokens(q, k, v, False, out=out) is out
+    torch.testing.assert_close(out, own.run_prefill_new_tokens(q, k, v, False), **tolerances)
+    got, expected = (backend.run_prefill_new_tokens(q, k, v, True) for backend in (ours, own))
+    torch.testing.assert_close(got[0], expected[0], **tolerances)
+    torch.testing.assert_close(got[1], expected[1], **tolerances)
+    got, expected = (backend.run_prefill_context_chunk(chunk, q, context_k, context_v) for backend in (ours, own))
+    torch.testing.assert_close(got[0][:3], expected[0][:3], **tolerances)
+    torch.testing.assert_close(got[1], expected[1], **tolerances)
+    assert not got[0][3:].any()  # without keys; vLLM's own backend leaves NaN there, of weight 0 in its merge
+
+
+if __name__ == "__main__":
+    before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
+    DOCS.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")
