@@ -235,7 +235,7 @@ def mutations_of_limits() -> Iterator[Mutation]:
     """Each bound moved by one step, each line, architecture and condition taken away."""
     for name, kernel in KERNELS.items():
         for i, limit in enumerate(kernel["limits"]):
-            label, arches, step = f"{name} limit {i}", limit["arch"], limit["multiple_of"]
+            label, arches, step = f"{name} limit {i}", limit["arch"][:1], limit["multiple_of"]
             for line in limit["widths"]:
                 for side in ("qk", "v"):
                     yield from bounds(f"{label} {line}", line, side, step, arches)
@@ -276,21 +276,22 @@ def mutations_of_kernels() -> Iterator[Mutation]:
         if "fa_version" in kernel:
             yield f"{name} fa_version", kernel, "fa_version", kernel["fa_version"] + 1, arches[:1], BLOCKS[:1]
         for i, provider in enumerate(kernel["providers"]):
+            served = [arch for arch in arches if arch in provider.get("arch", arches)][:: len(arches) - 1 or 1]
             for key in ("arch", "dtypes", "provides"):
                 if key in provider:
-                    yield from less(f"{name} provider {i}", provider, key, arches, BLOCKS)
+                    yield from less(f"{name} provider {i}", provider, key, served, BLOCKS)
             for key, value in {
                 "version": ">=0.1",
                 "verified": ">=0.1",
                 "distribution": "other",
                 "module": "other",
             }.items():
-                yield f"{name} provider {i} {key}", provider, key, value, arches, BLOCKS
+                yield f"{name} provider {i} {key}", provider, key, value, served, BLOCKS
         for i, bad in enumerate(kernel.get("known_bad", ())):
-            yield f"{name} known bad {i}", bad, "version", bad["version"] + ",!=9.9", bad["arch"], BLOCKS
+            yield f"{name} known bad {i}", bad, "version", bad["version"] + ",!=9.9", bad["arch"][:1], BLOCKS
             for key in ("arch", "needs", "dtypes"):
                 if key in bad:
-                    yield from less(f"{name} known bad {i}", bad, key, bad["arch"], BLOCKS)
+                    yield from less(f"{name} known bad {i}", bad, key, bad["arch"][:1], BLOCKS)
 
 
 def mutations_of_orders() -> Iterator[Mutation]:
