@@ -266,8 +266,8 @@ def test_a_second_geometry_is_proposed_where_it_alone_is_new(
         (["--dims", "64,64,128", "--name", "a", "--source", REF], "block mistral_small_4"),
     ],
 )
-def test_no_is_exit_1(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    code, out, err = call(capsys, "add", *arguments)
+def test_no_is_exit_1(capsys: pytest.CaptureFixture[str], data_folder: Path, arguments: list[str], says: str) -> None:
+    code, out, err = call(capsys, "add", *arguments, "--matrix", str(data_folder))
     assert (code, out) == (1, "")
     assert says in err
 
@@ -286,8 +286,12 @@ def test_no_is_exit_1(capsys: pytest.CaptureFixture[str], arguments: list[str], 
         (["--dims", "8,8,8", "--name", "a", "--source", REF, "--matrix", "/nowhere"], "/nowhere"),
     ],
 )  # fmt: skip
-def test_wrong_use_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    code, out, err = call(capsys, "add", *arguments)
+def test_wrong_use_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], data_folder: Path, arguments: list[str], says: str
+) -> None:
+    # an installed matrix is not to be written: that would be said first
+    where = [] if {"--matrix", "--output"} & set(arguments) else ["--matrix", str(data_folder)]
+    code, out, err = call(capsys, "add", *arguments, *where)
     assert (code, out) == (2, "")
     assert says in err
     assert len(err.strip().splitlines()) == 1

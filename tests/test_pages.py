@@ -16,6 +16,10 @@ from mla_prefill.selector.engine import decide
 from mla_prefill.selector.reasons import CURES, MEANINGS, REASONS
 
 
+#: The pages of this checkout; what is installed has none.
+DOCS = Path(__file__).parents[1] / "docs"
+
+
 @pytest.fixture
 def wanted(matrix: Matrix) -> list[pages.Section]:
     return pages.sections(matrix, [(code, MEANINGS[code], CURES[code]) for code in REASONS])
@@ -23,20 +27,20 @@ def wanted(matrix: Matrix) -> list[pages.Section]:
 
 @pytest.fixture
 def docs(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pages.DOCS, tmp_path / "docs"))
+    return Path(shutil.copytree(DOCS, tmp_path / "docs"))
 
 
 # ---- current --------------------------------------------------------------------------------------------------------
 
 
 def test_the_pages_are_current(wanted: list[pages.Section]) -> None:
-    assert [str(f) for f in pages.stale(wanted)] == []
+    assert [str(f) for f in pages.stale(wanted, DOCS)] == []
 
 
 def test_every_code_says_what_to_do() -> None:
     assert list(ADVICE) == list(CODES)
     assert list(CURES) == list(MEANINGS) == list(REASONS)
-    codes = (pages.DOCS / "codes.md").read_text(encoding="utf-8")
+    codes = (DOCS / "codes.md").read_text(encoding="utf-8")
     anchors = re.findall(r'^\| <a id="(.*?)"></a>(\S+) \|', codes, re.MULTILINE)
     assert anchors == [(code.lower(), code) for code in (*CODES, *REASONS)]
 
@@ -94,7 +98,7 @@ Documented = tuple[str, MLADimensions, list[tuple[str, int | None, bool, str]]]
 def documented(page: str, matrix: Matrix) -> Iterator[Documented]:
     """(arch, dims, [(kernel, V padded to, on request, proof)]) of every cell of a page of support/."""
     heading = ""
-    for line in (pages.DOCS / "support" / f"{page}.md").read_text(encoding="utf-8").splitlines():
+    for line in (DOCS / "support" / f"{page}.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             heading = line.removeprefix("## ")
         elif line.startswith("| ") and not line.startswith(("| ---", "| dims", "| arch")):
@@ -129,7 +133,7 @@ def test_every_documented_cell_is_what_the_selector_answers(page: str, matrix: M
 def test_the_page_of_backends_has_the_same_cells(matrix: Matrix) -> None:
     kernel, header = "", list[str]()
     seen: dict[tuple[str, str, str], str] = {}
-    for line in (pages.DOCS / "support" / "backends.md").read_text(encoding="utf-8").splitlines():
+    for line in (DOCS / "support" / "backends.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("### "):
             kernel = line.removeprefix("### ")
         elif line.startswith("| arch"):
@@ -148,7 +152,7 @@ def test_the_page_of_backends_has_the_same_cells(matrix: Matrix) -> None:
 
 
 def test_every_known_defect_is_documented_with_its_reason_and_source(matrix: Matrix) -> None:
-    text = (pages.DOCS / "support" / "backends.md").read_text(encoding="utf-8")
+    text = (DOCS / "support" / "backends.md").read_text(encoding="utf-8")
     for kernel in matrix.kernels.values():
         for bad in kernel.known_bad:
             assert f"`{kernel.name}` of {bad.distribution}{bad.version} on {', '.join(bad.arch)}" in text
