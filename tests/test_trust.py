@@ -276,7 +276,8 @@ def mutations_of_kernels() -> Iterator[Mutation]:
         if "fa_version" in kernel:
             yield f"{name} fa_version", kernel, "fa_version", kernel["fa_version"] + 1, arches[:1], BLOCKS[:1]
         for i, provider in enumerate(kernel["providers"]):
-            served = [arch for arch in arches if arch in provider.get("arch", arches)][:: len(arches) - 1 or 1]
+            served = [arch for arch in arches if arch in provider.get("arch", arches)]
+            served = served[:: len(served) - 1 or 1]  # the first and the last: one may have conditions of its own
             for key in ("arch", "dtypes", "provides"):
                 if key in provider:
                     yield from less(f"{name} provider {i}", provider, key, served, BLOCKS)
