@@ -8,7 +8,7 @@ from typing import Any
 from mla_prefill.capabilities.matrix import Cell, Matrix
 
 #: How far a cell is proven, in one sign.
-PROOF_SIGNS = {"source": "", "built": " (built)", "run": " (run)", "measured": " (measured)", "contradicted": " (contradicted)"}
+PROOF_SIGNS = {"source": "", **{level: f" ({level})" for level in ("built", "run", "measured", "contradicted")}}
 
 
 def columns(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:

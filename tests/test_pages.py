@@ -15,7 +15,6 @@ from mla_prefill.cli import main
 from mla_prefill.selector.engine import decide
 from mla_prefill.selector.reasons import CURES, MEANINGS, REASONS
 
-
 #: The pages of this checkout; what is installed has none.
 DOCS = Path(__file__).parents[1] / "docs"
 
