@@ -362,7 +362,8 @@ def possible_cells_are_allowed(sheets: Sheets) -> Findings:
         for arch in matrix.architectures:
             for cell in matrix.cells(arch, block.dims):
                 if _possible(cell) and cell.row is None and cell.not_allowed is None:
-                    missing[cell.kernel.name].append(arch)
+                    proof = cell.candidate.proof
+                    missing[cell.kernel.name].append(arch if proof == "source" else f"{arch} ({proof})")
         for kernel, arches in missing.items():
             what = f"{matrix.kernels[kernel].label} can run {_pair(block.dims)} on {', '.join(arches)}"
             message = f"{what}, but no row allows it"

@@ -32,7 +32,7 @@ LEVELS = ("source", "built", "run", "measured")
 class Item(NamedTuple):
     """One cell of a record, and where it stands there."""
 
-    source: SourceFile
+    source: SourceFile | None
     record: dict[str, Any]
     number: int
     cell: dict[str, Any]
@@ -56,7 +56,9 @@ def items(files: Iterable[SourceFile]) -> Iterator[Item]:
             record = json.loads(source.raw)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and record.get("level") in LEVELS and isinstance(record.get("cells"), list):
+        if not isinstance(record, dict) or not isinstance(record.get("packages", {}), dict):
+            continue
+        if record.get("level") in LEVELS and isinstance(record.get("cells"), list):
             for number, cell in enumerate(record["cells"]):
                 if _readable(cell):
                     yield Item(source, record, number, cell)
@@ -94,12 +96,15 @@ def proofs(files: Iterable[SourceFile], profiles: Iterable[Profile], matrix: Mat
     for item in items(files):
         keys = _keys(item.cell["kernel"], item.cell["arch"], item.dims, item.cell.get("provider"))
         origin = _origin(item.cell.get("provider"), item.record.get("packages", {}), item.record.get("gpu"))
-        if item.cell["ok"]:
+        if item.cell["ok"] and is_offered(item, matrix):  # what an excluded version did proves nothing
             found(keys, item.record["level"], origin, item.cell.get("dtype"))
         elif contradicts(item, matrix):
             failed.update(dict.fromkeys(keys, origin))
     for profile in profiles:
         for reading in profile.readings:
+            cell = {"kernel": reading.kernel, "arch": profile.arch, "dims": reading.dims, "provider": reading.provider}
+            if not is_offered(Item(None, {"packages": profile.packages}, 0, cell | {"dtype": profile.dtype}), matrix):
+                continue
             keys = _keys(reading.kernel, profile.arch, reading.dims, reading.provider)
             found(keys, "measured", _origin(reading.provider, profile.packages, profile.gpu), profile.dtype)
     levels = {key: [LEVELS[height], _shown(origins)] for key, (height, origins) in best.items()}
@@ -124,10 +129,14 @@ def _keys(kernel: str, arch: str, dims: MLADimensions, provider: str | None) -> 
 
 def contradicts(item: Item, matrix: Matrix) -> bool:
     """Whether the record shows failing what the kernel sheet holds possible, with the versions that it was run with."""
-    cell = cell_of(item, matrix) if item.cell["ok"] is False else None
-    offers = cell.offers if cell else ()
+    return item.cell["ok"] is False and is_offered(item, matrix)
+
+
+def is_offered(item: Item, matrix: Matrix) -> bool:
+    """Whether the kernel sheet offers what the record is about: this package, in the version that it was run with."""
+    cell = cell_of(item, matrix)
     named = item.cell.get("provider")
-    return any(_offered(item, offer) for offer in offers if named in (None, offer.distribution))
+    return any(_offered(item, offer) for offer in (cell.offers if cell else ()) if named in (None, offer.distribution))
 
 
 def cell_of(item: Item, matrix: Matrix) -> Cell | None:

@@ -93,7 +93,7 @@ def _wrong_dims(entry: dict[str, Any]) -> str | None:
 def _contradictions(item: Item, matrix: Matrix) -> Findings:
     """What failed where a row or the kernel sheet says it runs, and what ran where the sheet says it cannot."""
     cell = evidence.cell_of(item, matrix)
-    if cell is None:
+    if cell is None or item.source is None:
         return
     mark = (_line(item.source, "evidence", ["cells", item.number]), 1)
     if evidence.contradicts(item, matrix):
@@ -108,6 +108,13 @@ def _contradictions(item: Item, matrix: Matrix) -> Findings:
         where = cell.limit.source if cell.limit else cell.kernel.source
         message = f"{item} is {item.record['level']}, though the kernel sheet says it cannot be"
         yield item.source.finding(mark, "X362", message, f"see {where}", severity="notice")
+    elif item.cell["ok"] and not evidence.is_offered(item, matrix):
+        provider, dtype = item.cell.get("provider"), item.cell.get("dtype")
+        mine = [o for o in cell.offers if o.distribution == provider and dtype in (None, *o.installed.dtypes)]
+        ranges = [offer.distribution + offer.specifier for offer in mine]
+        if ranges:
+            message = f"{item} proves nothing any more: the kernel sheet offers {', '.join(ranges)}"
+            yield item.source.finding(mark, "X363", message, "run mla-prefill verify again", severity="notice")
     graph = item.cell.get("cuda_graph")
     if isinstance(graph, str) and "cuda_graph" in cell.candidate.provides:
         message = f"{item} does not run in a CUDA graph: {graph}"

@@ -139,6 +139,7 @@ RECORD_CASES: list[tuple[str, str, str, Any, str]] = [
     ("X362", "notice", "evidence", {**RUN, "cells": [NO_ROW]}, "no row allows it, yet"),
     ("X362", "notice", "evidence", {**RUN, "cells": [{**RAN, "dims": [256, 64, 256], "qk": 320, "v": 256}]}, "though the kernel sheet says it cannot be"),
     ("X362", "notice", "evidence", {**RUN, "cells": [{**RAN, "cuda_graph": "capture failed"}]}, "not run in a CUDA graph: capture failed"),
+    ("X363", "notice", "evidence", {**RUN, "packages": {"flash-attn-4": "4.0.0b4"}, "cells": [RAN]}, "the kernel sheet offers flash-attn-4>=4.0.0b5"),
 ]  # fmt: skip
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,8 +140,14 @@ def test_the_command_that_the_page_shows_is_the_same_question(page: Any, matrix:
     state = browser.execute_script("return explorer.read(location.hash)")
     command = browser.execute_script("return explorer.command(explorer.read(location.hash))")
     assert state["installed"] == {"flash-attn": "2.8.3"}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # the command of this environment
     done = subprocess.run(
-        command.replace("--explain", "--format json"), shell=True, capture_output=True, text=True, check=True
+        command.replace("--explain", "--format json"),
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": path},
     )
     answer = browser.execute_script("return explorer.answer({...arguments[0], arch: 'sm90'})", state)
     assert shown(answer) == shown(json.loads(done.stdout))
