@@ -6,13 +6,14 @@ What a broken install raises becomes text, not a traceback, and nothing is impor
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,7 +132,7 @@ def _from_build(name: str, facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _build_configs(name: str) -> list[str]:
     """Top-level modules of a package that say how it was built."""
-    files = _files(name)
+    files = _recorded(name)
     return [path.removesuffix(".py") for path in files if path.endswith(_BUILD_CONFIG) and "/" not in path]
 
 
@@ -167,24 +168,30 @@ def _alien(name: str, module: str) -> Iterator[str]:
 def _overwritten(name: str, module: str) -> Iterator[str]:
     """A file that is no longer what this package installed: two packages hold the same path."""
     for path in _paths(module):
-        file = next((f for f in _distribution_files(name) if f.as_posix() == path), None)
-        if file is None or file.hash is None or file.hash.mode != "sha256":
+        mode, _, digest = _recorded(name).get(path, "").partition("=")
+        if mode != "sha256":
             continue
         try:
-            raw = Path(str(file.locate())).read_bytes()
+            raw = Path(str(distribution(name).locate_file(path))).read_bytes()
         except OSError:
             yield f"{path} is missing: reinstall {name}"
             continue
-        if base64.urlsafe_b64encode(hashlib.sha256(raw).digest()).rstrip(b"=").decode() != file.hash.value:
-            others = [owner for owner in _owners(module) if canonical(owner) != name and path in _files(owner)]
+        if base64.urlsafe_b64encode(hashlib.sha256(raw).digest()).rstrip(b"=").decode() != digest:
+            others = [owner for owner in _owners(module) if canonical(owner) != name and path in _recorded(owner)]
             who = f": {', '.join(others)} holds it too; reinstall {name} last" if others else f": reinstall {name}"
             yield f"{path} is not the file that it installed{who}"
 
 
 def _owners(module: str) -> list[str]:
     """The distributions that hold a module, or anything under its first name where none holds it whole."""
-    near = sorted(set(packages_distributions().get(module.partition(".")[0], ())))
-    return [owner for owner in near if not _paths(module).isdisjoint(_files(owner))] or near
+    top = module.partition(".")[0]
+    holders = {}
+    for found in distributions():
+        paths = [path for path in _rows(found) if path == f"{top}.py" or path.startswith(f"{top}/")]
+        if paths and (name := found.metadata["Name"]):
+            holders[name] = paths
+    near = sorted(holders)
+    return [owner for owner in near if not _paths(module).isdisjoint(holders[owner])] or near
 
 
 def _on_disk(module: str) -> Path | None:
@@ -204,13 +211,15 @@ def _paths(module: str) -> set[str]:
     return {f"{path}.py", f"{path}/__init__.py"}
 
 
-def _files(name: str) -> set[str]:
-    return {file.as_posix() for file in _distribution_files(name)}
-
-
-def _distribution_files(name: str) -> list[Any]:
+def _recorded(name: str) -> dict[str, str]:
+    """path -> ``sha256=...`` of each file that a distribution installed."""
     try:
-        found: Distribution = distribution(name)
-        return list(found.files or ())
+        return _rows(distribution(name))
     except (PackageNotFoundError, OSError, ValueError):
-        return []
+        return {}
+
+
+def _rows(found: Distribution) -> dict[str, str]:
+    """RECORD as it stands: from Python 3.12 on ``Distribution.files`` leaves out the files that are missing."""
+    rows = csv.reader((found.read_text("RECORD") or "").splitlines())
+    return {row[0]: row[1] for row in rows if len(row) > 1}
