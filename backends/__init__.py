@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from mla_prefill.backends.base import PrefillAdapter
+    from mla_prefill.backends.measured import MeasuredPrefill
     from mla_prefill.selector.decision import Decision
 
-__all__ = ["KernelError", "load", "merge_attention_states"]
+__all__ = ["KernelError", "load", "load_measured", "merge_attention_states"]
 
 #: kernel -> "module:class" of its adapter in this folder; a string, so that listing imports nothing.
 ADAPTERS = {
@@ -58,6 +60,41 @@ def load(
     base = importlib.import_module("mla_prefill.backends.base")
     adapter: PrefillAdapter = base.load_adapter(decision, ADAPTERS, num_heads, softmax_scale, device)
     return adapter
+
+
+def load_measured(
+    decision: Decision,
+    *,
+    num_heads: int,
+    softmax_scale: float | None = None,
+    device: torch.device | str | None = None,
+    graph: bool = False,
+) -> MeasuredPrefill:
+    """Every kernel that is the fastest for some batch, by the timing profile of this GPU; each plan takes one of them.
+
+    Used like what ``load`` gives. Where no profile applies (``decision.notes`` says why) there is the chosen kernel
+    alone. ``Request(backend="FLASH_ATTN", policy="measured")`` keeps the choice among FlashAttention's versions.
+
+    Args:
+        decision: what ``select`` answered to a request with ``policy="measured"``.
+        num_heads, softmax_scale, device: as in ``load``.
+        graph: the plans are to run inside CUDA graphs, where only device time counts.
+
+    Raises:
+        KernelError, NoBackendError, ValueError: as ``load``, for each of the kernels; ValueError for another policy.
+    """
+    if decision.request.policy != "measured":
+        raise ValueError(f'load_measured takes a decision with policy="measured", this has {decision.request.policy!r}')
+    from mla_prefill.selector.measured import fastest_by_shape
+
+    chosen, fastest = decision.kernel.name, fastest_by_shape(decision, graph)
+    wanted = {chosen, *fastest.values()}
+    candidates = [verdict.candidate for verdict in decision.verdicts if verdict.candidate.kernel in wanted]
+    arguments: dict[str, Any] = {"num_heads": num_heads, "softmax_scale": softmax_scale, "device": device}
+    adapters = {c.kernel: load(dataclasses.replace(decision, chosen=c), **arguments) for c in candidates}
+    measured = importlib.import_module("mla_prefill.backends.measured")
+    prefill: MeasuredPrefill = measured.MeasuredPrefill(adapters, chosen, fastest)
+    return prefill
 
 
 def require_torch() -> None:

@@ -1,8 +1,9 @@
 """``mla-prefill bench``: times every eligible kernel over dims and shapes, and says what each choice loses.
 
 Causal new tokens with LSE in bfloat16: one eager call between two CUDA events (launch cost included, as a layer pays
-it), a call inside a replayed CUDA graph (device time alone), the host's part, and what a batch costs once. The result
-is a profile (``capabilities/profiles.py``), which ``policy="measured"`` chooses by.
+it), a call inside a replayed CUDA graph (device time alone), the host's part, and what a batch costs once. The kernels
+take turns call by call, since a GPU's clock wanders by more than they differ. The result is a profile
+(``capabilities/profiles.py``), which ``policy="measured"`` chooses by.
 """
 
 from __future__ import annotations
@@ -145,17 +146,16 @@ class Bench:
         decisions = list(self._candidates(dims))
         if not decisions:
             self.skipped.append(f"{dims}: no kernel is eligible")
+            return
         for index, (lengths, heads) in enumerate(shapes):
-            name = f"{dims} {lengths_text(lengths)}, {heads} heads"
             seconds = self.grid.seconds
             if deadline is not None:
                 left = (deadline - time.monotonic()) / (len(shapes) - index)
-                seconds = min(seconds, left / (3 * max(1, len(decisions))))
+                seconds = min(seconds, left / (3 * len(decisions)))
                 if left <= 0:
-                    self.skipped.append(f"{name}: the time was used up (--budget)")
+                    self.skipped.append(f"{shape_text(dims, lengths, heads)}: the time was used up (--budget)")
                     continue
-            for decision in decisions:
-                self._time_kernel(decision, lengths, heads, seconds, name)
+            self._time_shape(decisions, lengths, heads, seconds)
 
     def _candidates(self, dims: MLADimensions) -> Iterator[Decision]:
         """A decision for each kernel to be timed, in the order of the default policy."""
@@ -166,132 +166,174 @@ class Bench:
                 if verdict.verdict != "rejected":
                     yield dataclasses.replace(decision, chosen=verdict.candidate)
 
-    def _time_kernel(self, decision: Decision, lengths: tuple[int, ...], heads: int, seconds: float, name: str) -> None:
-        kernel = decision.kernel.name
+    def _time_shape(self, decisions: Sequence[Decision], lengths: tuple[int, ...], heads: int, seconds: float) -> None:
+        """All kernels in one shape, call by call in turn: what the clock or the heat does meanwhile, it does to all."""
+        dims = decisions[0].request.dims
+        name = shape_text(dims, lengths, heads)
+        timed: list[_Timed] = []
         try:
-            adapter = load(decision, num_heads=heads)
-            reading = time_reading(adapter, lengths, seconds)
-        except (KernelError, RuntimeError) as error:  # RuntimeError: out of memory, and what CUDA says later
-            self.skipped.append(f"{name}, {kernel}: {records.one_line(error)}")
-            self.report(f"skipped {self.skipped[-1]}")
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            inputs = _Inputs(dims, lengths, heads, self._device)
+        except RuntimeError as error:  # out of memory
+            self._skip(name, "every kernel", error)
             return
-        self.readings.append(reading)
-        graph = "" if reading.graph_us is None else f", in a graph {reading.graph_us:.1f}"
-        speed = tflops(reading.dims, lengths, heads) / (reading.eager_us * 1e-6)
-        self.report(f"{name}, {kernel}: {reading.eager_us:.1f} us{graph} ({speed:.3g} TFLOP/s)")
+        for decision in decisions:
+            try:
+                timed.append(_Timed(load(decision, num_heads=heads), inputs, seconds))
+            except (KernelError, RuntimeError) as error:  # RuntimeError: out of memory, and what CUDA says later
+                self._skip(name, decision.kernel.name, error)
+
+        def each(act: Callable[..., None], *arguments: int) -> None:
+            for run in list(timed):
+                try:
+                    act(run, *arguments)
+                except (KernelError, RuntimeError) as error:
+                    timed.remove(run)
+                    self._skip(name, run.kernel, error)
+
+        for turn in range(MOST_CALLS):
+            each(_Timed.time_eager, turn)
+        each(_Timed.capture)
+        for turn in range(MOST_REPLAYS):
+            each(_Timed.time_graph, turn)
+        each(_Timed.time_plan)
+        for run in timed:
+            reading = run.reading()
+            self.readings.append(reading)
+            graph = "" if reading.graph_us is None else f", in a graph {reading.graph_us:.1f}"
+            speed = tflops(reading.dims, lengths, heads) / (reading.eager_us * 1e-6)
+            self.report(f"{name}, {run.kernel}: {reading.eager_us:.1f} us{graph} ({speed:.3g} TFLOP/s)")
+
+    def _skip(self, name: str, kernel: str, error: Exception) -> None:
+        self.skipped.append(f"{name}, {kernel}: {records.one_line(error)}")
+        self.report(f"skipped {self.skipped[-1]}")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-# ---- one reading ------------------------------------------------------------------------------------------------
+# ---- one kernel in one shape ------------------------------------------------------------------------------------
+
+#: Samples of one kernel in one shape at most, eager and in a graph.
+MOST_CALLS, MOST_REPLAYS = 100, 50
 
 
-def time_reading(adapter: PrefillAdapter, lengths: Sequence[int], seconds: float) -> Reading:
-    """All four times of one kernel in one shape, each the median of as many runs as fit into ``seconds`` (2 to 100).
+class _Inputs:
+    """One shape: V is a strided slice, as kv_b_proj gives it, and the lengths are known on the host too."""
 
-    The first call, which may compile, is not timed.
-    """
-    batch = _Batch(adapter, lengths)
-    plan = batch.plan()
-    batch.call(plan)
-    once = max(1e-6, _elapsed(lambda: batch.call(plan), adapter.device))
-    fits = max(2, int(seconds / once))
-    for _ in range(min(3, fits)):
-        batch.call(plan)
-    eager, host = zip(*(_one_call(batch, plan) for _ in range(min(100, fits + 1))), strict=True)
-    assert adapter.candidate.provider is not None
-    return Reading(
-        dims=adapter.dims,
-        lengths=tuple(lengths),
-        heads=adapter.num_heads,
-        kernel=adapter.kernel.name,
-        provider=adapter.candidate.provider,
-        eager_us=round(statistics.median(eager), 2),
-        graph_us=_graph_us(batch, fits),
-        host_us=round(statistics.median(host), 2),
-        plan_us=round(_plan_us(batch, statistics.median(host), min(5, fits)), 2),
-    )
-
-
-class _Batch:
-    """Inputs of one shape: V is a strided slice, as kv_b_proj gives it, and the lengths are known on the host too."""
-
-    def __init__(self, adapter: PrefillAdapter, lengths: Sequence[int]) -> None:
-        self.adapter, self.longest = adapter, max(lengths)
-        dims, tokens = adapter.dims, sum(lengths)
+    def __init__(self, dims: MLADimensions, lengths: Sequence[int], heads: int, device: torch.device) -> None:
+        self.lengths, self.longest = tuple(lengths), max(lengths)
+        tokens, dtype = sum(lengths), getattr(torch, DTYPE)
         self.cu_seqlens_cpu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        self.cu_seqlens = self.cu_seqlens_cpu.to(adapter.device)
+        self.cu_seqlens = self.cu_seqlens_cpu.to(device)
 
         def randn(width: int) -> Tensor:
-            return torch.randn(tokens, adapter.num_heads, width, device=adapter.device, dtype=adapter.dtype)
+            return torch.randn(tokens, heads, width, device=device, dtype=dtype)
 
         self.q, self.k = randn(dims.qk_head_dim), randn(dims.qk_head_dim)
         self.v = randn(dims.qk_nope_head_dim + dims.v_head_dim)[..., dims.qk_nope_head_dim :]
 
+
+class _Timed:
+    """One kernel's times in one shape, each the median of as many runs as fit into ``seconds``.
+
+    The first call, which may compile, is made here and not timed.
+    """
+
+    def __init__(self, adapter: PrefillAdapter, inputs: _Inputs, seconds: float) -> None:
+        self.adapter, self.inputs = adapter, inputs
+        self.on_gpu = adapter.device.type == "cuda"
+        self._plan = self.plan()
+        self.call()
+        once = max(1e-6, self._elapsed(self.call))
+        self._fits = max(2, int(seconds / once))
+        self._eager: list[float] = []
+        self._host: list[float] = []
+        self._graph: list[float] = []
+        self._replay: Callable[[], None] | None = None
+        self._graph_calls = min(20, self._fits // 2)
+        self._plan_us = 0.0
+        for _ in range(min(3, self._fits)):
+            self.call()
+
+    @property
+    def kernel(self) -> str:
+        return self.adapter.kernel.name
+
     def plan(self) -> PrefillPlan:
-        host, device = self.cu_seqlens_cpu, self.cu_seqlens
+        host, device, longest = self.inputs.cu_seqlens_cpu, self.inputs.cu_seqlens, self.inputs.longest
         return self.adapter.plan(
-            *(device, device, self.longest, self.longest),
-            causal=True,
-            cu_seqlens_q_cpu=host,
-            cu_seqlens_k_cpu=host,
+            *(device, device, longest, longest), causal=True, cu_seqlens_q_cpu=host, cu_seqlens_k_cpu=host
         )
 
-    def call(self, plan: PrefillPlan) -> object:
-        return plan.run(self.q, self.k, self.v, return_lse=True)
+    def call(self) -> object:
+        return self._plan.run(self.inputs.q, self.inputs.k, self.inputs.v, return_lse=True)
 
+    def time_eager(self, turn: int) -> None:
+        """One call on an idle device: between two events, and until it returns."""
+        if turn > self._fits:
+            return
+        if not self.on_gpu:
+            self._eager.append(self._elapsed(self.call) * 1e6)
+            self._host.append(self._eager[-1])
+            return
+        host = 0.0
 
-def _one_call(batch: _Batch, plan: PrefillPlan) -> tuple[float, float]:
-    """(event, host) microseconds of one call on an idle device."""
-    if batch.adapter.device.type != "cuda":
-        elapsed = _elapsed(lambda: batch.call(plan), batch.adapter.device) * 1e6
-        return elapsed, elapsed
-    host = 0.0
+        def call() -> None:
+            nonlocal host
+            before = time.perf_counter()
+            self.call()
+            host = time.perf_counter() - before
 
-    def call() -> None:
-        nonlocal host
+        self._eager.append(graphs.event_us(call))
+        self._host.append(host * 1e6)
+
+    def capture(self) -> None:
+        """A graph of several calls, where the kernel sheet says that it can be captured."""
+        if self.on_gpu and "cuda_graph" in self.adapter.candidate.provides:
+            self._plan = self.plan()
+            graph, _ = graphs.captured(self.call, self._graph_calls)
+            graph.replay()
+            self._replay = graph.replay
+
+    def time_graph(self, turn: int) -> None:
+        if self._replay is not None and turn < max(2, self._fits // self._graph_calls):
+            self._graph.append(graphs.event_us(self._replay) / self._graph_calls)
+
+    def time_plan(self) -> None:
+        """Host time of a new plan and of what its first call takes longer than the later ones."""
+        measured_us = []
+        for _ in range(min(5, self._fits)):
+            self._wait()
+            before = time.perf_counter()
+            self._plan = self.plan()
+            self.call()
+            measured_us.append((time.perf_counter() - before) * 1e6)
+        self._wait()
+        self._plan_us = max(0.0, statistics.median(measured_us) - statistics.median(self._host))
+
+    def reading(self) -> Reading:
+        assert self.adapter.candidate.provider is not None
+        return Reading(
+            dims=self.adapter.dims,
+            lengths=self.inputs.lengths,
+            heads=self.adapter.num_heads,
+            kernel=self.kernel,
+            provider=self.adapter.candidate.provider,
+            eager_us=round(statistics.median(self._eager), 2),
+            graph_us=round(statistics.median(self._graph), 2) if self._graph else None,
+            host_us=round(statistics.median(self._host), 2),
+            plan_us=round(self._plan_us, 2),
+        )
+
+    def _elapsed(self, call: Callable[[], object]) -> float:
+        self._wait()
         before = time.perf_counter()
-        batch.call(plan)
-        host = time.perf_counter() - before
+        call()
+        self._wait()
+        return time.perf_counter() - before
 
-    return graphs.event_us(call), host * 1e6
-
-
-def _graph_us(batch: _Batch, fits: int) -> float | None:
-    """A call inside a replayed graph of several calls; None where the kernel sheet does not say that it can be."""
-    if batch.adapter.device.type != "cuda" or "cuda_graph" not in batch.adapter.candidate.provides:
-        return None
-    calls = min(20, fits // 2)
-    plan = batch.plan()
-    graph, _ = graphs.captured(lambda: batch.call(plan), calls)
-    graph.replay()
-    replays = max(2, min(50, fits // calls))
-    return round(statistics.median(graphs.event_us(graph.replay) / calls for _ in range(replays)), 2)
-
-
-def _plan_us(batch: _Batch, host_us: float, times: int) -> float:
-    """Host time of a new plan and of what its first call takes longer than the later ones."""
-    measured_us = []
-    for _ in range(times):
-        _wait(batch.adapter.device)
-        before = time.perf_counter()
-        batch.call(batch.plan())
-        measured_us.append((time.perf_counter() - before) * 1e6)
-    _wait(batch.adapter.device)
-    return max(0.0, statistics.median(measured_us) - host_us)
-
-
-def _elapsed(call: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
-    before = time.perf_counter()
-    call()
-    _wait(device)
-    return time.perf_counter() - before
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.adapter.device)
 
 
 def tflops(dims: MLADimensions, lengths: Iterable[int], heads: int) -> float:
@@ -382,6 +424,10 @@ def lengths_text(lengths: Sequence[int]) -> str:
     if len(set(lengths)) == 1:
         return f"{len(lengths)}x{lengths[0]}"
     return f"{len(lengths)} mixed to {max(lengths)}"
+
+
+def shape_text(dims: MLADimensions, lengths: Sequence[int], heads: int) -> str:
+    return f"{dims} {lengths_text(lengths)}, {heads} heads"
 
 
 def table(profile: Profile) -> str:

@@ -10,9 +10,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mla_prefill.capabilities.matrix import Matrix, fold_product
-from mla_prefill.capabilities.model import Candidate
+from mla_prefill.capabilities.model import MLADimensions
 from mla_prefill.capabilities.profiles import Profile, Shape
-from mla_prefill.selector.decision import Verdict
+from mla_prefill.selector.decision import Decision, Verdict
 from mla_prefill.selector.environment import Environment
 from mla_prefill.selector.request import BatchShape, Request
 
@@ -35,21 +35,52 @@ def ordered(
     """
     if not eligible:
         return eligible, default_source, ()
-    kernels = [verdict.candidate.kernel for verdict in eligible]
+    graph = request.shape is not None and request.shape.graph
+    found = _applicable(eligible, request, environment, arch, matrix, graph)
+    if isinstance(found, str):
+        return eligible, default_source, (f"policy measured: the default order, because {found}",)
+    profile, times = found
+    best_first = ranking(times, _kernels(eligible), request.shape)
+    places = {kernel: place for place, kernel in enumerate(best_first)}
+    by_time = sorted(eligible, key=lambda verdict: places.get(verdict.candidate.kernel, len(places)))
+    return by_time, profile.label, (_note(profile, times, request, environment),)
+
+
+def fastest_by_shape(decision: Decision, graph: bool = False) -> dict[Shape, str]:
+    """timed shape -> the fastest of the decision's eligible kernels there; empty where no profile applies.
+
+    Args:
+        graph: inside CUDA graphs, where only device time counts.
+    """
+    eligible = [verdict for verdict in decision.verdicts if verdict.verdict != "rejected"]
+    found = _applicable(eligible, decision.request, decision.environment, decision.arch, decision.matrix, graph)
+    if not eligible or isinstance(found, str):
+        return {}
+    best = {}
+    for shape, by_kernel in found[1].items():
+        there = [kernel for kernel in _kernels(eligible) if kernel in by_kernel]
+        best[shape] = min(there, key=by_kernel.__getitem__)
+    return best
+
+
+def _kernels(verdicts: Iterable[Verdict]) -> list[str]:
+    return [verdict.candidate.kernel for verdict in verdicts]
+
+
+def _applicable(
+    eligible: list[Verdict], request: Request, environment: Environment, arch: str, matrix: Matrix, graph: bool
+) -> tuple[Profile, Times] | str:
+    """The profile of this GPU that counts here, with its times of the eligible kernels; or why none does."""
     against = []
     for profile in matrix.profiles:
         if profile.arch != arch or not _same_gpu(profile.gpu, environment.device):
             continue
-        times = timed(profile, request, kernels)
-        why_not = _against(profile, request, times, [verdict.candidate for verdict in eligible], environment)
+        times = timed(profile, request.dims, _kernels(eligible), graph)
+        why_not = _against(profile, request, times, eligible, environment, graph)
         if why_not is None:
-            best_first = ranking(times, kernels, request.shape)
-            places = {kernel: place for place, kernel in enumerate(best_first)}
-            by_time = sorted(eligible, key=lambda verdict: places.get(verdict.candidate.kernel, len(places)))
-            return by_time, profile.label, (_note(profile, times, request, environment),)
+            return profile, times
         against.append(f"{profile.label} {why_not}")
-    why = "; ".join(against) or _no_profile(matrix, environment, arch)
-    return eligible, default_source, (f"policy measured: the default order, because {why}",)
+    return "; ".join(against) or _no_profile(matrix, environment, arch)
 
 
 def _same_gpu(timed: str | None, here: str | None) -> bool:
@@ -64,17 +95,21 @@ def _no_profile(matrix: Matrix, environment: Environment, arch: str) -> str:
 
 
 def _against(
-    profile: Profile, request: Request, times: Times, candidates: Sequence[Candidate], environment: Environment
+    profile: Profile,
+    request: Request,
+    times: Times,
+    eligible: Sequence[Verdict],
+    environment: Environment,
+    graph: bool,
 ) -> str | None:
     """Why a profile of this GPU does not count here; None where it does."""
     if request.dtype != profile.dtype:
         return f"was timed in {profile.dtype}"
     if not times:
-        in_graphs = " in a CUDA graph" if request.shape is not None and request.shape.graph else ""
-        return f"has no times for {request.dims} and an eligible kernel{in_graphs}"
+        return f"has no times for {request.dims} and an eligible kernel{' in a CUDA graph' if graph else ''}"
     concerned = {kernel for by_kernel in times.values() for kernel in by_kernel}
     installed = environment.installed or {}
-    for candidate in candidates:
+    for candidate in (verdict.candidate for verdict in eligible):
         if candidate.kernel not in concerned or candidate.provider is None:
             continue
         provider = profile.providers[candidate.kernel]
@@ -102,10 +137,10 @@ def _note(profile: Profile, times: Times, request: Request, environment: Environ
     return f"{note}; timed with {', '.join(f'{d} {profile.packages.get(d)}' for d in distributions)}"
 
 
-def timed(profile: Profile, request: Request, kernels: Collection[str]) -> Times:
-    """What the profile says about these kernels for the request's dims, eager or in a graph."""
+def timed(profile: Profile, dims: MLADimensions, kernels: Collection[str], graph: bool) -> Times:
+    """What the profile says about these kernels for these dims, eager or in a graph."""
     table = {}
-    for shape, by_kernel in profile.times(request.dims, request.shape is not None and request.shape.graph).items():
+    for shape, by_kernel in profile.times(dims, graph).items():
         if found := {kernel: time for kernel, time in by_kernel.items() if kernel in kernels}:
             table[shape] = found
     return table

@@ -309,6 +309,35 @@ def test_the_shipped_profiles_lose_at_most_2_percent_in_their_own_shapes(matrix:
             assert math.prod(ratios) ** (1 / len(ratios)) <= 1.02
 
 
+# ---- anew for each batch --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dims", "graph", "fastest"),
+    [
+        (DEEPSEEK, False, {(1, 128, 16): "fa4", (8, 512, 16): "flashinfer_fa3", (1, 8192, 128): "fa3"}),
+        (DEEPSEEK, True, {(1, 128, 16): "flashinfer_fa3", (8, 512, 16): "flashinfer_fa3", (1, 8192, 128): "fa4"}),
+        (MISTRAL, False, {(1, 512, 16): "fa2"}),
+        (GLM, False, {}),  # not timed
+    ],
+    ids=str,
+)
+def test_each_timed_shape_has_its_fastest_kernel(
+    with_profiles: Measured, dims: MLADimensions, graph: bool, fastest: dict[tuple[int, int, int], str]
+) -> None:
+    decision = decide(Request(dims, policy="measured"), H200, with_profiles(record()))
+    assert measured.fastest_by_shape(decision, graph) == fastest
+
+
+def test_only_what_is_eligible_is_the_fastest(with_profiles: Measured) -> None:
+    """Among FlashAttention's versions; and nothing at all without a profile that applies."""
+    matrix = with_profiles(record())
+    decision = decide(Request(DEEPSEEK, backend="FLASH_ATTN", policy="measured"), H200, matrix)
+    assert set(measured.fastest_by_shape(decision).values()) == {"fa4", "fa3"}
+    decision = decide(Request(DEEPSEEK, policy="measured"), OTHER_FA4, matrix)
+    assert measured.fastest_by_shape(decision) == {}
+
+
 # ---- the question ---------------------------------------------------------------------------------------------------
 
 

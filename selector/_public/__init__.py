@@ -33,7 +33,7 @@ from mla_prefill.selector import (
 )
 
 if TYPE_CHECKING:
-    from mla_prefill.backends import load, merge_attention_states
+    from mla_prefill.backends import load, load_measured, merge_attention_states
 
 __all__ = [
     "BatchShape",
@@ -57,6 +57,7 @@ __all__ = [
     "clear",
     "load",
     "load_matrix",
+    "load_measured",
     "merge_attention_states",
     "reload",
     "select",
@@ -65,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load", "merge_attention_states"):
+    if name in ("load", "load_measured", "merge_attention_states"):
         from mla_prefill import backends
 
         return getattr(backends, name)
