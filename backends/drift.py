@@ -12,7 +12,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.capabilities.model import Architecture, Kernel, MLADimensions, Provider
+from mla_prefill.selector.probe import fresh_python
 
 #: Head widths that the rules of packages are asked for, and the dtype width they are asked with.
 WIDTHS = range(8, 577, 8)
@@ -226,15 +226,8 @@ def _ask_vllm(matrix: Matrix) -> Answer:
     # vLLM itself is asked: our own plugin stays out.
     environ = {key: value for key, value in os.environ.items() if not key.startswith("MLA_PREFILL_")}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mla_prefill.backends.drift_vllm", json.dumps(question)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            cwd="/",
-            env=environ,
-            check=False,
-        )
+        arguments = ("-m", "mla_prefill.backends.drift_vllm", json.dumps(question))
+        done = fresh_python(*arguments, timeout_s=TIMEOUT_S, environ=environ)
         said = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return Answer("vllm", f"importing took longer than {TIMEOUT_S} s")

@@ -24,13 +24,13 @@ from mla_prefill.capabilities.findings import nearest
 from mla_prefill.selector import Decision, Environment, Request, decide
 from mla_prefill.selector.decision import Verdict
 from mla_prefill.selector.engine import matrix_of
+from mla_prefill.selector.environment import VLLM_MODES
 
 if TYPE_CHECKING:
     import torch
     from mla_prefill.backends.base import PrefillAdapter, PrefillPlan
 
 VARIABLE = "MLA_PREFILL_VLLM"
-MODES = ("advise", "veto", "supply")
 #: The versions whose registry, selector and metadata this was tested against; on others it does nothing.
 TESTED = ">=0.32,<0.34"
 #: vLLM's member -> the kernels that it can be made to run (vllm 0.33.0: v1/attention/backends/mla/prefill/*.py;
@@ -64,8 +64,8 @@ def register() -> None:
 
 
 def _register(mode: str) -> None:
-    if mode not in MODES:
-        log.warning("mla-prefill: %s is %r and does nothing; %s", VARIABLE, mode, nearest(mode, MODES))
+    if mode not in VLLM_MODES:
+        log.warning("mla-prefill: %s is %r and does nothing; %s", VARIABLE, mode, nearest(mode, VLLM_MODES))
         return
     version = engine_version()
     if not versions.contains(TESTED, version):

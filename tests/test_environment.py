@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -14,8 +15,8 @@ import pytest
 from mla_prefill import Environment, Request, load_matrix
 from mla_prefill.selector import detection
 from mla_prefill.selector.engine import decide
-from mla_prefill.selector.environment import report, report_text
 from mla_prefill.selector.probe import import_error, probe
+from mla_prefill.selector.report import report, report_text
 
 MATRIX = load_matrix()
 
@@ -83,6 +84,40 @@ def test_c48_a_package_that_works_is_no_error_and_is_imported_in_the_child_only(
     install(site, "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": ""})
     assert probe(MATRIX, {"fa3-fwd": "0.0.3"}, lambda _: None) == ({}, {})
     assert "fa3_fwd_interface" not in sys.modules
+
+
+def test_a_relative_path_leads_the_child_to_the_same_package(tmp_path: Path) -> None:
+    """The child starts elsewhere, so that a folder in the working directory is no package."""
+    install(tmp_path / "vendored", "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": ""})
+    install(tmp_path / "vendored", "flash-attn", "2.8.3", {})
+    (tmp_path / "flash_attn").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "mla_prefill", "env", "--probe", "--format", "json"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": "vendored"},
+    )  # fmt: skip
+    errors = {p["distribution"]: p["import_error"] for p in json.loads(done.stdout)["providers"] if p["version"]}
+    assert errors["fa3-fwd"] is None
+    assert errors["flash-attn"] == "ModuleNotFoundError: No module named 'flash_attn'"
+
+
+def test_a_relative_entry_of_sys_path_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "vendored", "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": ""})
+    monkeypatch.chdir(tmp_path)
+    assert "No module named" in str(import_error(["fa3_fwd_interface"]))
+    monkeypatch.syspath_prepend("vendored")
+    assert import_error(["fa3_fwd_interface"]) is None
+
+
+def test_the_working_directory_is_searched_only_where_pythonpath_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for entry in ("", str(tmp_path)):  # python -c, python -m
+        monkeypatch.setattr(sys, "path", [entry, *sys.path])
+        assert "No module named" in str(import_error(["flash_attn"]))
+    monkeypatch.setenv("PYTHONPATH", ".")
+    assert import_error(["flash_attn"]) is None
 
 
 def test_an_import_that_hangs_ends(site: Path) -> None:

@@ -194,7 +194,7 @@ def test_each_mode_overrides_what_it_says(mode: str | None, members: list[str]) 
         assert overridden() == members
 
 
-@pytest.mark.parametrize("mode", vllm_plugin.MODES)
+@pytest.mark.parametrize("mode", vllm_plugin.VLLM_MODES)
 def test_loading_it_again_changes_nothing(mode: str) -> None:
     with engine(DEEPSEEK, HOPPER, mode):
         before = [MLAPrefillBackendEnum[name].get_class() for name in overridden()]
@@ -223,7 +223,7 @@ def test_it_says_one_line_and_does_nothing(
     assert line in said[0]
 
 
-@pytest.mark.parametrize("mode", vllm_plugin.MODES)
+@pytest.mark.parametrize("mode", vllm_plugin.VLLM_MODES)
 def test_it_never_raises(mode: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix that cannot be read is told; vLLM goes on, except where it was told to run nothing but ours."""
     monkeypatch.setenv("MLA_PREFILL_MATRIX", "/nowhere/matrix.yaml")
