@@ -73,8 +73,8 @@ def drift(matrix: Matrix, report: Callable[[str], None]) -> list[Answer]:
 # ---- rules that stand in a package's files ---------------------------------------------------------------------
 
 
-class CannotAskError(Exception):
-    """Why a source cannot be asked. One line."""
+class CannotAsk(Exception):
+    """Why a source cannot be asked, in one line; never leaves this module."""
 
 
 class Rule(NamedTuple):
@@ -117,7 +117,7 @@ def _constant(text: str, symbol: str) -> Takes:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == symbol for t in node.targets):
             value = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
             return _listed(ast.literal_eval(value))
-    raise CannotAskError(f"this version has no {symbol}")
+    raise CannotAsk(f"this version has no {symbol}")
 
 
 def _macro(text: str, symbol: str) -> Takes:
@@ -129,7 +129,7 @@ def _macro(text: str, symbol: str) -> Takes:
 def _listed(pairs: Iterable[Pair]) -> Takes:
     known = frozenset(pairs)
     if not known:
-        raise CannotAskError("this version lists no pairs there")
+        raise CannotAsk("this version lists no pairs there")
     return lambda major, qk, v: (qk, v) in known
 
 
@@ -142,9 +142,9 @@ def _function(text: str, symbol: str, parameters: tuple[str, ...]) -> Callable[.
             exec(compile(ast.Module([node], []), symbol, "exec"), names)
             found: Callable[..., Any] = names[symbol]
             if tuple(inspect.signature(found).parameters) != parameters:
-                raise CannotAskError(f"{symbol} of this version has other parameters")
+                raise CannotAsk(f"{symbol} of this version has other parameters")
             return found
-    raise CannotAskError(f"this version has no {symbol}")
+    raise CannotAsk(f"this version has no {symbol}")
 
 
 _FLASHINFER = "flashinfer-python"
@@ -181,7 +181,7 @@ def _ask(rule: Rule, matrix: Matrix) -> Answer:
         return Answer(name, "not installed")
     except FileNotFoundError:
         return Answer(name, "this version has no such file")
-    except (CannotAskError, OSError, SyntaxError, ValueError, TypeError, NameError) as error:
+    except (CannotAsk, OSError, SyntaxError, ValueError, TypeError, NameError) as error:
         return Answer(name, " ".join(str(error).split()))
     known = {(block.dims.qk_head_dim, block.dims.v_head_dim) for block in matrix.blocks.values()}
     inside = tuple(cell for cell in cells if cell.dims in known)

@@ -33,25 +33,46 @@ from mla_prefill.selector import (
 )
 
 if TYPE_CHECKING:
-    from mla_prefill.backends import load, merge_attention_states
+    from mla_prefill.backends import KernelError, load, merge_attention_states
+    from mla_prefill.capabilities.configs import ConfigError, UnknownModelError
+    from mla_prefill.capabilities.propose import NothingToAddError, ProposalError
+    from mla_prefill.capabilities.revisions import RevisionError
+
+#: Public names of modules that a query does not need -> where they are.
+_LATER = {
+    "ConfigError": "capabilities.configs",
+    "KernelError": "backends",
+    "NothingToAddError": "capabilities.propose",
+    "ProposalError": "capabilities.propose",
+    "RevisionError": "capabilities.revisions",
+    "UnknownModelError": "capabilities.configs",
+    "load": "backends",
+    "merge_attention_states": "backends",
+}
 
 __all__ = [
     "BatchShape",
     "Candidate",
+    "ConfigError",
     "Decision",
     "Environment",
     "EnvironmentVariableError",
     "GroupDecision",
     "GroupError",
+    "KernelError",
     "MLADimensions",
     "Matrix",
     "MatrixError",
     "NoBackendError",
     "NotMLAError",
+    "NothingToAddError",
     "Overrides",
+    "ProposalError",
     "Reason",
     "Request",
     "RequestError",
+    "RevisionError",
+    "UnknownModelError",
     "UnknownNameError",
     "__version__",
     "clear",
@@ -65,10 +86,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load", "merge_attention_states"):
-        from mla_prefill import backends
+    if name in _LATER:
+        import importlib
 
-        return getattr(backends, name)
+        return getattr(importlib.import_module(f"mla_prefill.{_LATER[name]}"), name)
     if name == "__version__":
         from importlib.metadata import version
 
