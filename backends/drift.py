@@ -302,8 +302,18 @@ def _plain(cell: Cell) -> dict[str, Any]:
 
 
 def as_text(answers: Iterable[Answer]) -> str:
-    """All answers for people: a paragraph a source, a line a difference, architectures put together."""
-    return "\n\n".join("\n".join(_lines(answer)) for answer in answers)
+    """All answers for people: a paragraph a source, a line a difference, architectures put together; and the sum."""
+    answers = list(answers)
+    return "\n\n".join(["\n".join(_lines(answer)) for answer in answers] + [_summary(answers)])
+
+
+def _summary(answers: list[Answer]) -> str:
+    asked = [answer for answer in answers if not answer.why_not]
+    if asked:
+        differ = sum(len(answer.differences) for answer in asked)
+        return f"{len(asked)} of {len(answers)} sources compared; cells that differ: {differ or 'none'}"
+    packages = ", ".join(dict.fromkeys([*(rule.distribution for rule in RULES), "vllm"]))
+    return f"nothing was compared: it takes one of {packages}"
 
 
 def _lines(answer: Answer) -> Iterator[str]:

@@ -169,8 +169,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         "  cannot be asked for X: no",
         "  narrower  fa4 (192, 192) on sm90: it allows it, we do not  [a.yaml:1]",
         "  order     order (128, 64, 128) on sm100: another order: CUDNN FLASH_ATTN, ours FLASH_ATTN CUDNN  [p.yaml:9]",
+        "",
+        "2 of 3 sources compared; cells that differ: 2",
     ]
     assert main(["drift", "--format", "json"]) == 1
     assert json.loads(capsys.readouterr().out) == as_dict(answers)
     answers.pop()
+    capsys.readouterr()
+    assert main(["drift"]) == 0
+    assert capsys.readouterr().out.endswith("\n\n1 of 2 sources compared; cells that differ: none\n")
+    answers.pop(0)
     assert main(["drift"]) == 0  # nothing that was asked differs
+    last = "nothing was compared: it takes one of flash-attn-4, vllm, flashinfer-python"
+    assert capsys.readouterr().out.splitlines()[-1] == last

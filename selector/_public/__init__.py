@@ -35,10 +35,12 @@ from mla_prefill.selector import (
 if TYPE_CHECKING:
     from mla_prefill.backends import KernelError, load, merge_attention_states
     from mla_prefill.capabilities.configs import ConfigError, UnknownModelError
-    from mla_prefill.capabilities.propose import NothingToAddError, ProposalError
-    from mla_prefill.capabilities.revisions import RevisionError
+    from mla_prefill.capabilities.propose import NothingToAddError as NothingToAddError
+    from mla_prefill.capabilities.propose import ProposalError as ProposalError
+    from mla_prefill.capabilities.revisions import RevisionError as RevisionError
 
-#: Public names of modules that a query does not need -> where they are.
+#: Public names of modules that a query does not need -> where they are. Those whose modules read YAML are not in
+#: ``__all__``: ``import *`` would load it.
 _LATER = {
     "ConfigError": "capabilities.configs",
     "KernelError": "backends",
@@ -65,13 +67,10 @@ __all__ = [
     "MatrixError",
     "NoBackendError",
     "NotMLAError",
-    "NothingToAddError",
     "Overrides",
-    "ProposalError",
     "Reason",
     "Request",
     "RequestError",
-    "RevisionError",
     "UnknownModelError",
     "UnknownNameError",
     "__version__",
