@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from mla_prefill.capabilities.findings import MatrixError
 from mla_prefill.cli_options import FINE, NEGATIVE, WRONG_USE, NegativeAnswerError, UsageError, one_line
+from mla_prefill.selector.environment import VARIABLES
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="mla-prefill",
         description="Which attention kernel may prefill an MLA model on this GPU, and why.",
         epilog="exit status: 0 fine, 1 a negative answer or findings, 2 wrong usage or unreadable input. "
-        "Environment variables: MLA_PREFILL_BACKEND, MLA_PREFILL_FA_VERSION, MLA_PREFILL_DISABLE, MLA_PREFILL_MATRIX, MLA_PREFILL_VLLM.",
+        f"Environment variables: {', '.join(VARIABLES)}.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
@@ -292,7 +293,7 @@ def _positive(text: str) -> int:
 
 def _seed(text: str) -> int:
     if not text.isdecimal() or len(text) > 20 or int(text) >= 2**64:  # what PyTorch takes
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2**64 - 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2**64 - 1, got {text[:40]!r}")
     return int(text)
 
 
