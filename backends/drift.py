@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mla_prefill.backends import packages
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.capabilities.model import Architecture, Kernel, MLADimensions, Provider
@@ -147,21 +148,18 @@ def _function(text: str, symbol: str, parameters: tuple[str, ...]) -> Callable[.
     raise CannotAsk(f"this version has no {symbol}")
 
 
-_FLASHINFER = "flashinfer-python"
-RULES = (
-    Rule("fa4", "flash-attn-4", "flash_attn/cute/interface.py", "_validate_head_dims", _validator),
-    Rule("fa4", "vllm", "vllm/vllm_flash_attn/cute/interface.py", "_validate_head_dims", _validator),
-    Rule("flashinfer_fa3", _FLASHINFER, "flashinfer/utils.py", "is_fa3_prefill_head_dim_supported", _predicate),
-    Rule("flashinfer_cutlass", _FLASHINFER, "flashinfer/data/csrc/fmha_cutlass_sm100.cu", "DISPATCH_head_dim", _macro),
-    # What its automatic choice routes to cuDNN, on 10.x alone.
+#: How packages state a rule -> what reads it.
+_FORMS = {"validator": _validator, "predicate": _predicate, "macro": _macro, "constant": _constant}
+RULES = tuple(
     Rule(
-        "flashinfer_cudnn",
-        _FLASHINFER,
-        "flashinfer/prefill.py",
-        "_CUDNN_RAGGED_AUTO_HEAD_DIMS",
-        _constant,
-        ("sm100", "sm103"),
-    ),
+        row["kernel"],
+        row["distribution"],
+        row["file"],
+        row["symbol"],
+        _FORMS[row["form"]],
+        tuple(row["arch"]) if "arch" in row else None,
+    )
+    for row in packages.read()["rules"]
 )
 
 
@@ -312,8 +310,8 @@ def _summary(answers: list[Answer]) -> str:
     if asked:
         differ = sum(len(answer.differences) for answer in asked)
         return f"{len(asked)} of {len(answers)} sources compared; cells that differ: {differ or 'none'}"
-    packages = ", ".join(dict.fromkeys([*(rule.distribution for rule in RULES), "vllm"]))
-    return f"nothing was compared: it takes one of {packages}"
+    wanted = ", ".join(dict.fromkeys([*(rule.distribution for rule in RULES), "vllm"]))
+    return f"nothing was compared: it takes one of {wanted}"
 
 
 def _lines(answer: Answer) -> Iterator[str]:
