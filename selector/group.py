@@ -183,7 +183,7 @@ def _on_its_device(group: Any) -> AbstractContextManager[object]:
     """The device that the group was bound to: NCCL moves objects through the current one, which is 0 unless set."""
     torch: Any = sys.modules["torch"]
     bound = getattr(torch.distributed.group.WORLD if group is None else group, "bound_device_id", None)
-    return nullcontext() if bound is None else torch.cuda.device(bound)  # type: ignore[no-any-return]
+    return nullcontext() if bound is None else torch.cuda.device(bound)
 
 
 def _version() -> str:

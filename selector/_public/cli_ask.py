@@ -156,6 +156,6 @@ def env(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         print(reports.report_text(report))
-    for error in wrong.values():
-        progress(f"mla-prefill: {error}")
+    for text in wrong.values():
+        progress(f"mla-prefill: {text}")
     return WRONG_USE if wrong else FINE
