@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,8 +114,19 @@ def _nvml_gpus(nvml: Any) -> Iterator[Gpu]:
             continue
         if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)):
             continue
-        uuid = _text(nvml.nvmlDeviceGetUUID, handle) or ""
-        yield Gpu(f"{major.value}.{minor.value}", _text(nvml.nvmlDeviceGetName, handle), uuid)
+        name = _text(nvml.nvmlDeviceGetName, _first_slice(nvml, handle) or handle)
+        yield Gpu(f"{major.value}.{minor.value}", name, _text(nvml.nvmlDeviceGetUUID, handle) or "")
+
+
+def _first_slice(nvml: Any, handle: ctypes.c_void_p) -> ctypes.c_void_p | None:
+    """What CUDA shows of a GPU that is cut into MIG slices."""
+    mode, pending, first = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_void_p()
+    with suppress(AttributeError):  # drivers before 450
+        if nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(mode), ctypes.byref(pending)) or not mode.value:
+            return None
+        if not nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, ctypes.c_uint(0), ctypes.byref(first)):
+            return first
+    return None
 
 
 def _mig_slice(nvml: Any, gpus: list[Gpu], entry: str) -> Found | None:

@@ -222,11 +222,12 @@ def test_hidden_gpus_mean_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 H200, H100 = ("9.0", "NVIDIA H200"), ("9.0", "NVIDIA H100 80GB HBM3")
 A100, L40S = ("8.0", "NVIDIA A100-SXM4-80GB"), ("8.9", "NVIDIA L40S")
-SLICE = "NVIDIA H200 MIG 1g.18gb"
+CUT, SLICE = ("9.0", "NVIDIA H200, all of it"), "NVIDIA H200 MIG 1g.18gb"
 
 
 class Nvml:
-    """The driver's library with these GPUs in the order of the PCI bus. GPU n has the UUID GPU-n<n>, a MIG slice MIG-n<n>."""
+    """The driver's library with these GPUs in the order of the PCI bus. GPU 1 has the UUID GPU-1111-abcd, its first MIG
+    slice, where one is asked for, MIG-1111-abcd. ``CUT`` is a GPU in MIG mode."""
 
     def __init__(self, *gpus: tuple[str, str]) -> None:
         self.gpus = [*gpus, *(("no capability of its own", SLICE) for _ in gpus)]
@@ -246,6 +247,14 @@ class Nvml:
         if uuid.decode() not in self.uuids:
             return 2
         handle._obj.value = self.uuids.index(uuid.decode()) + 1
+        return 0
+
+    def nvmlDeviceGetMigMode(self, handle: Any, mode: Any, pending: Any) -> int:
+        mode._obj.value = int(self.gpus[handle.value - 1] is CUT)
+        return 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: Any, mig: Any) -> int:
+        mig._obj.value = handle.value + self.count
         return 0
 
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, mig: Any, handle: Any) -> int:
@@ -295,6 +304,7 @@ PCI = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         ([A100, H200], {**PCI, "CUDA_VISIBLE_DEVICES": "1,0"}, H200),
         ([A100, H200], {"CUDA_VISIBLE_DEVICES": "GPU-1111-abcd"}, H200),
         ([A100, H200], {"CUDA_VISIBLE_DEVICES": "GPU-0, 1"}, A100),  # the beginning of a UUID is enough
+        ([CUT], {}, ("9.0", SLICE)),
         ([A100, H200], {"CUDA_VISIBLE_DEVICES": "MIG-1111-abcd"}, ("9.0", SLICE)),
         ([A100, H200], {"CUDA_VISIBLE_DEVICES": "MIG-GPU-1111-abcd/2/0"}, ("9.0", None)),  # drivers before 470
         ([A100, H200], {"CUDA_VISIBLE_DEVICES": "MIG-7777-abcd"}, ("cpu", None)),
