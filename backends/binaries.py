@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mla_prefill.backends import packages
 from mla_prefill.capabilities.matrix import UnknownNameError
 from mla_prefill.capabilities.versions import contains
 from mla_prefill.selector.detection import installed
@@ -121,16 +122,8 @@ class Shipped(NamedTuple):
     files: str
 
 
-#: Read from the wheels: flash-attn 2.8.3 (its setup.py), vllm 0.33.0, fa3-fwd 0.0.3, sglang-kernel 0.4.9; flash-attn-3
-#: from hopper/setup.py at 0251105a. PyTorch's own FA2 is not asked: its library holds every kernel of PyTorch.
-SHIPPED = (
-    Shipped("fa2", "flash-attn", "flash_attn_2_cuda*.so"),
-    Shipped("fa2", "vllm", "vllm/vllm_flash_attn/_vllm_fa2_C*.so"),
-    Shipped("fa3", "flash-attn-3", "flash_attn_3/_C*.so"),
-    Shipped("fa3", "fa3-fwd", "fa3_fwd/_C*.so"),
-    Shipped("fa3", "vllm", "vllm/vllm_flash_attn/_vllm_fa3_C*.so"),
-    Shipped("fa3", "sglang-kernel", "sgl_kernel/flash_ops*.so"),
-)
+#: PyTorch's own FA2 is not asked: its library holds every kernel of PyTorch.
+SHIPPED = tuple(Shipped(row["kernel"], row["distribution"], row["files"]) for row in packages.read()["machine_code"])
 PACKAGES = tuple(dict.fromkeys(shipped.distribution for shipped in SHIPPED))
 
 
@@ -215,11 +208,6 @@ def find(codes: Iterable[Code], entry: Entry) -> tuple[Code | None, Function | N
     return None, None
 
 
-#: Compute capabilities of integrated GPUs, which run no machine code but their own (CUDA C++ programming guide, binary
-#: compatibility; torch/cuda/__init__.py of 2.13: DEVICE_REQUIREMENT). 11.0 is alone in its family anyway.
-INTEGRATED = frozenset({(8, 7)})
-
-
 def runs_on(matrix: Matrix, target: str, ptx: bool, arch: str) -> bool:
     """Whether an architecture runs code of a target such as ``sm_80``, ``sm_90a`` or ``sm_100f``.
 
@@ -235,9 +223,15 @@ def runs_on(matrix: Matrix, target: str, ptx: bool, arch: str) -> bool:
         return own == built
     if ptx and not target.endswith("f"):
         return built <= own
-    if INTEGRATED & {own, built}:
+    if any(own_code_only(matrix, capability) for capability in (own, built)):
         return own == built
     return own[0] == built[0] and built[1] <= own[1]
+
+
+def own_code_only(matrix: Matrix, capability: tuple[int, ...]) -> bool:
+    """Whether this is an integrated GPU, which runs machine code for itself alone, and whose code nothing else runs."""
+    arches = packages.read()["runs_only_its_own_machine_code"]["arch"]
+    return any(capability_of(matrix, arch) == capability for arch in arches)
 
 
 def capability_of(matrix: Matrix, target: str) -> tuple[int, ...] | None:

@@ -12,15 +12,16 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mla_prefill.backends import packages
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.capabilities.model import Architecture, Kernel, MLADimensions, Provider
+from mla_prefill.selector.probe import fresh_python
 
 #: Head widths that the rules of packages are asked for, and the dtype width they are asked with.
 WIDTHS = range(8, 577, 8)
@@ -73,8 +74,8 @@ def drift(matrix: Matrix, report: Callable[[str], None]) -> list[Answer]:
 # ---- rules that stand in a package's files ---------------------------------------------------------------------
 
 
-class CannotAskError(Exception):
-    """Why a source cannot be asked. One line."""
+class CannotAsk(Exception):
+    """Why a source cannot be asked, in one line; never leaves this module."""
 
 
 class Rule(NamedTuple):
@@ -117,7 +118,7 @@ def _constant(text: str, symbol: str) -> Takes:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == symbol for t in node.targets):
             value = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
             return _listed(ast.literal_eval(value))
-    raise CannotAskError(f"this version has no {symbol}")
+    raise CannotAsk(f"this version has no {symbol}")
 
 
 def _macro(text: str, symbol: str) -> Takes:
@@ -129,7 +130,7 @@ def _macro(text: str, symbol: str) -> Takes:
 def _listed(pairs: Iterable[Pair]) -> Takes:
     known = frozenset(pairs)
     if not known:
-        raise CannotAskError("this version lists no pairs there")
+        raise CannotAsk("this version lists no pairs there")
     return lambda major, qk, v: (qk, v) in known
 
 
@@ -142,26 +143,23 @@ def _function(text: str, symbol: str, parameters: tuple[str, ...]) -> Callable[.
             exec(compile(ast.Module([node], []), symbol, "exec"), names)
             found: Callable[..., Any] = names[symbol]
             if tuple(inspect.signature(found).parameters) != parameters:
-                raise CannotAskError(f"{symbol} of this version has other parameters")
+                raise CannotAsk(f"{symbol} of this version has other parameters")
             return found
-    raise CannotAskError(f"this version has no {symbol}")
+    raise CannotAsk(f"this version has no {symbol}")
 
 
-_FLASHINFER = "flashinfer-python"
-RULES = (
-    Rule("fa4", "flash-attn-4", "flash_attn/cute/interface.py", "_validate_head_dims", _validator),
-    Rule("fa4", "vllm", "vllm/vllm_flash_attn/cute/interface.py", "_validate_head_dims", _validator),
-    Rule("flashinfer_fa3", _FLASHINFER, "flashinfer/utils.py", "is_fa3_prefill_head_dim_supported", _predicate),
-    Rule("flashinfer_cutlass", _FLASHINFER, "flashinfer/data/csrc/fmha_cutlass_sm100.cu", "DISPATCH_head_dim", _macro),
-    # What its automatic choice routes to cuDNN, on 10.x alone.
+#: How packages state a rule -> what reads it.
+_FORMS = {"validator": _validator, "predicate": _predicate, "macro": _macro, "constant": _constant}
+RULES = tuple(
     Rule(
-        "flashinfer_cudnn",
-        _FLASHINFER,
-        "flashinfer/prefill.py",
-        "_CUDNN_RAGGED_AUTO_HEAD_DIMS",
-        _constant,
-        ("sm100", "sm103"),
-    ),
+        row["kernel"],
+        row["distribution"],
+        row["file"],
+        row["symbol"],
+        _FORMS[row["form"]],
+        tuple(row["arch"]) if "arch" in row else None,
+    )
+    for row in packages.read()["rules"]
 )
 
 
@@ -181,7 +179,7 @@ def _ask(rule: Rule, matrix: Matrix) -> Answer:
         return Answer(name, "not installed")
     except FileNotFoundError:
         return Answer(name, "this version has no such file")
-    except (CannotAskError, OSError, SyntaxError, ValueError, TypeError, NameError) as error:
+    except (CannotAsk, OSError, SyntaxError, ValueError, TypeError, NameError) as error:
         return Answer(name, " ".join(str(error).split()))
     known = {(block.dims.qk_head_dim, block.dims.v_head_dim) for block in matrix.blocks.values()}
     inside = tuple(cell for cell in cells if cell.dims in known)
@@ -226,15 +224,8 @@ def _ask_vllm(matrix: Matrix) -> Answer:
     # vLLM itself is asked: our own plugin stays out.
     environ = {key: value for key, value in os.environ.items() if not key.startswith("MLA_PREFILL_")}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mla_prefill.backends.drift_vllm", json.dumps(question)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            cwd="/",
-            env=environ,
-            check=False,
-        )
+        arguments = ("-m", "mla_prefill.backends.drift_vllm", json.dumps(question))
+        done = fresh_python(*arguments, timeout_s=TIMEOUT_S, environ=environ)
         said = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return Answer("vllm", f"importing took longer than {TIMEOUT_S} s")
@@ -309,8 +300,18 @@ def _plain(cell: Cell) -> dict[str, Any]:
 
 
 def as_text(answers: Iterable[Answer]) -> str:
-    """All answers for people: a paragraph a source, a line a difference, architectures put together."""
-    return "\n\n".join("\n".join(_lines(answer)) for answer in answers)
+    """All answers for people: a paragraph a source, a line a difference, architectures put together; and the sum."""
+    answers = list(answers)
+    return "\n\n".join(["\n".join(_lines(answer)) for answer in answers] + [_summary(answers)])
+
+
+def _summary(answers: list[Answer]) -> str:
+    asked = [answer for answer in answers if not answer.why_not]
+    if asked:
+        differ = sum(len(answer.differences) for answer in asked)
+        return f"{len(asked)} of {len(answers)} sources compared; cells that differ: {differ or 'none'}"
+    wanted = ", ".join(dict.fromkeys([*(rule.distribution for rule in RULES), "vllm"]))
+    return f"nothing was compared: it takes one of {wanted}"
 
 
 def _lines(answer: Answer) -> Iterator[str]:

@@ -19,28 +19,23 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mla_prefill.backends import packages
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.findings import nearest
 from mla_prefill.selector import Decision, Environment, Request, decide
 from mla_prefill.selector.decision import Verdict
 from mla_prefill.selector.engine import matrix_of
+from mla_prefill.selector.environment import VLLM_MODES
 
 if TYPE_CHECKING:
     import torch
     from mla_prefill.backends.base import PrefillAdapter, PrefillPlan
 
 VARIABLE = "MLA_PREFILL_VLLM"
-MODES = ("advise", "veto", "supply")
 #: The versions whose registry, selector and metadata this was tested against; on others it does nothing.
-TESTED = ">=0.32,<0.34"
-#: vLLM's member -> the kernels that it can be made to run (vllm 0.33.0: v1/attention/backends/mla/prefill/*.py;
-#: FLASHINFER asks FlashInfer for its cutlass sub-backend). Members of other platforms than CUDA were not looked at.
-MEMBERS = {
-    "FLASH_ATTN": ("fa2", "fa3", "fa4"),
-    "FLASHINFER": ("flashinfer_cutlass",),
-    "TRTLLM_RAGGED": ("trtllm_ragged",),
-    "TOKENSPEED_MLA": ("tokenspeed_mla",),
-}
+TESTED: str = packages.read()["vllm"]["tested"]
+#: vLLM's member -> the kernels that it can be made to run.
+MEMBERS: dict[str, list[str]] = packages.read()["vllm"]["runs"]
 #: What every MLA prefill of vLLM needs: it merges the new tokens with the chunks of the context by their LSE.
 NEEDS = ("lse", "context_chunk")
 #: vLLM's FLASH_ATTN runs the build that vLLM ships, whatever else is installed (v1/attention/backends/fa_utils.py).
@@ -64,8 +59,8 @@ def register() -> None:
 
 
 def _register(mode: str) -> None:
-    if mode not in MODES:
-        log.warning("mla-prefill: %s is %r and does nothing; %s", VARIABLE, mode, nearest(mode, MODES))
+    if mode not in VLLM_MODES:
+        log.warning("mla-prefill: %s is %r and does nothing; %s", VARIABLE, mode, nearest(mode, VLLM_MODES))
         return
     version = engine_version()
     if not versions.contains(TESTED, version):
@@ -132,8 +127,8 @@ def vetoes(member: str, request: Request, environment: Environment) -> list[str]
     """Our reasons against what vLLM would run as ``member``, in vLLM's form: a list of texts, empty if eligible."""
     kernel: str | None = MEMBERS[member][0]
     if member == "FLASH_ATTN":
-        version = flash_attn_version(request)
-        kernel = next((k for k in MEMBERS[member] if k == f"fa{version}"), None)
+        version, kernels = flash_attn_version(request), matrix_of(environment).kernels
+        kernel = next((k for k in MEMBERS[member] if kernels[k].fa_version == version), None)
     if kernel is None:
         return ["mla-prefill: vLLM has no FlashAttention version to run here (flash_attn_version, or its build)"]
     verdict = _verdict(kernel, request, of_the_engine(environment))

@@ -6,10 +6,13 @@ import ctypes
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from mla_prefill.capabilities.versions import canonical
+from mla_prefill.selector import telling
 
 Found = tuple[str, str | None, str]
 
@@ -22,9 +25,10 @@ def architecture() -> Found:
     """(architecture, product name, how it was found), from the first that answers: a torch that already runs on a GPU,
     NVML, the AMD driver, torch, the CPU.
 
-    The first visible device counts, or torch's current one. A torch that has not touched the GPU yet is asked after
-    the drivers: asking it would start CUDA, and then the process could not fork workers that use the GPU. It is
-    imported, which takes seconds, only where there is a GPU that no driver library answers for.
+    The first visible device counts, or torch's current one; where its place in CUDA's order is not certain, the last
+    item says so. A torch that has not touched the GPU yet is asked after the drivers: asking it would start CUDA, and
+    then the process could not fork workers that use the GPU. It is imported, which takes seconds, only where there is
+    a GPU that no driver library answers for.
     """
     return (
         _from_torch(started=True)
@@ -53,17 +57,17 @@ def _from_torch(started: bool) -> Found | None:
     return (gcn or f"{properties.major}.{properties.minor}", properties.name, "torch")
 
 
-def _hidden() -> bool:
-    """Whether the variables hide every device."""
-    return None in (
-        _first_visible("CUDA_VISIBLE_DEVICES"),
-        _first_visible("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    )
+class Gpu(NamedTuple):
+    """One GPU as its driver tells it; ``arch`` in the driver's own spelling, ``name`` None where it has none."""
+
+    arch: str
+    name: str | None
+    uuid: str
 
 
 def _from_nvml() -> Found | None:
-    index = _first_visible("CUDA_VISIBLE_DEVICES")
-    if index is None:
+    entries = _listed("CUDA_VISIBLE_DEVICES")
+    if _hides(entries):
         return None
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -72,48 +76,125 @@ def _from_nvml() -> Found | None:
     if nvml.nvmlInit_v2() != 0:
         return None
     try:
-        handle = ctypes.c_void_p()
-        if index.isdecimal():
-            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(index)), ctypes.byref(handle))
-        else:
-            failed = nvml.nvmlDeviceGetHandleByUUID(index.encode(), ctypes.byref(handle))
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        if failed or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)):
-            return None
-        name = ctypes.create_string_buffer(96)
-        named = nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name))) == 0
-        return (f"{major.value}.{minor.value}", name.value.decode() if named else None, "NVML")
+        gpus = list(_nvml_gpus(nvml))
+        if entries and entries[0].startswith("MIG-"):
+            return _mig_slice(nvml, gpus, entries[0])
     finally:
         nvml.nvmlShutdown()
+    return _first_of(gpus, entries)
+
+
+def _first_of(gpus: list[Gpu], entries: list[str] | None) -> Found | None:
+    """What CUDA calls device 0. Its own order is not NVML's, which is that of the PCI bus."""
+    ordered = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or bool(entries and not entries[0].isdecimal())
+    kinds = list(dict.fromkeys(f"{gpu.name} ({gpu.arch})" for gpu in gpus))
+    if ordered or len(kinds) < 2:
+        seen = _seen(gpus, entries)
+        return (seen[0].arch, seen[0].name, "NVML") if seen else None
+    # "Fastest first" by a heuristic that is not documented: across architectures the newest is the best guess.
+    seen = _seen(sorted(gpus, key=lambda gpu: tuple(map(int, gpu.arch.split("."))), reverse=True), entries)
+    if not seen:
+        return None
+    doubt = f"the GPUs differ, {', '.join(kinds)}, and CUDA's own order of them is not known here"
+    if len({gpu.arch for gpu in gpus}) == 1:
+        return (seen[0].arch, None, f"NVML; {doubt}")
+    taken = f"taken: {seen[0].name}, as if newer were faster"
+    cure = "CUDA_DEVICE_ORDER=PCI_BUS_ID, or a UUID in CUDA_VISIBLE_DEVICES, makes it certain"
+    telling.warning("%s; %s; %s", doubt, taken, cure)
+    return (seen[0].arch, seen[0].name, f"NVML; {doubt}; {taken}; {cure}")
+
+
+def _nvml_gpus(nvml: Any) -> Iterator[Gpu]:
+    """Every GPU that this process may use, in the order of the PCI bus."""
+    count = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    for index in range(count.value):
+        handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)):
+            continue
+        if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)):
+            continue
+        name = _text(nvml.nvmlDeviceGetName, _first_slice(nvml, handle) or handle)
+        yield Gpu(f"{major.value}.{minor.value}", name, _text(nvml.nvmlDeviceGetUUID, handle) or "")
+
+
+def _first_slice(nvml: Any, handle: ctypes.c_void_p) -> ctypes.c_void_p | None:
+    """What CUDA shows of a GPU that is cut into MIG slices."""
+    mode, pending, first = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_void_p()
+    with suppress(AttributeError):  # drivers before 450
+        if nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(mode), ctypes.byref(pending)) or not mode.value:
+            return None
+        if not nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, ctypes.c_uint(0), ctypes.byref(first)):
+            return first
+    return None
+
+
+def _mig_slice(nvml: Any, gpus: list[Gpu], entry: str) -> Found | None:
+    """The GPU that a slice is of. The slice's name is its own: what was measured on the whole GPU is not for it."""
+    handle, whole = ctypes.c_void_p(), ctypes.c_void_p()
+    name, uuid = None, entry.removeprefix("MIG-").partition("/")[0]  # the older MIG-GPU-.../1/0 has the GPU's in it
+    if not nvml.nvmlDeviceGetHandleByUUID(entry.encode(), ctypes.byref(handle)):
+        name = _text(nvml.nvmlDeviceGetName, handle)
+        if not nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle, ctypes.byref(whole)):
+            uuid = _text(nvml.nvmlDeviceGetUUID, whole) or uuid
+    seen = _seen(gpus, [uuid])
+    return (seen[0].arch, name, "NVML, MIG") if seen else None
+
+
+def _text(ask: Any, handle: ctypes.c_void_p) -> str | None:
+    text = ctypes.create_string_buffer(96)
+    return None if ask(handle, text, ctypes.c_uint(len(text))) else text.value.decode(errors="replace")
 
 
 def _from_amd_driver(root: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> Found | None:
-    index = _first_visible("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    if index is None or not index.isdecimal():
-        return None
-    versions = []
+    gpus = []
     for properties in sorted(root.glob("*/properties"), key=lambda p: int(p.parent.name)):
         try:
             fields = dict(line.split(None, 1) for line in properties.read_text().splitlines() if " " in line)
         except OSError:
             continue
-        version = int(fields.get("gfx_target_version", "0"))
-        if version:
-            versions.append(version)
-    if int(index) >= len(versions):
-        return None
-    major, minor, step = versions[int(index)] // 10000, versions[int(index)] // 100 % 100, versions[int(index)] % 100
-    return (f"gfx{major}{minor:x}{step:x}", None, "AMD driver")
+        if version := int(fields.get("gfx_target_version", "0")):
+            arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+            gpus.append(Gpu(arch, None, f"GPU-{int(fields.get('unique_id', '0')):016x}"))
+    # ROCr counts what there is, HIP what ROCr leaves of it.
+    gpus = _seen(gpus, _listed("ROCR_VISIBLE_DEVICES"))
+    gpus = _seen(gpus, _listed("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"))
+    return (gpus[0].arch, None, "AMD driver") if gpus else None
 
 
-def _first_visible(*variables: str) -> str | None:
-    """The first device that these variables leave visible; None where they hide all."""
-    for variable in variables:
-        value = os.environ.get(variable)
-        if value is not None:
-            first = value.split(",")[0].strip()
-            return first if first and first != "-1" else None
-    return "0"
+# ---- the drivers' variables -----------------------------------------------------------------------------------------
+
+
+def _listed(*variables: str) -> list[str] | None:
+    """What the first of these variables that is set says: indices or UUIDs. None: every device."""
+    value = next((os.environ[variable] for variable in variables if variable in os.environ), None)
+    return None if value is None else [entry.strip() for entry in value.split(",")]
+
+
+def _seen(gpus: list[Gpu], entries: list[str] | None) -> list[Gpu]:
+    """The GPUs that these entries show, in their order; one that names no GPU or several hides itself and the rest."""
+    if entries is None:
+        return gpus
+    seen = []
+    for entry in entries:
+        if entry.isdecimal():
+            named = gpus[int(entry) : int(entry) + 1]
+        else:  # the beginning of a UUID is enough
+            named = [gpu for gpu in gpus if entry and gpu.uuid.lower().startswith(entry.lower())]
+        if len(named) != 1:
+            break
+        seen += named
+    return seen
+
+
+def _hides(entries: list[str] | None) -> bool:
+    """Whether every device is hidden on purpose."""
+    return entries is not None and entries[0] in ("", "-1")
+
+
+def _hidden() -> bool:
+    variables = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return any(_hides(_listed(variable)) for variable in variables)
 
 
 def installed(distributions: Iterable[str]) -> dict[str, str]:

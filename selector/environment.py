@@ -5,16 +5,14 @@ Only packages' metadata is read. No kernel package and no torch is imported to a
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from mla_prefill.capabilities.findings import nearest
 from mla_prefill.capabilities.versions import canonical
 from mla_prefill.selector import renamed
-
-if TYPE_CHECKING:
-    from mla_prefill.capabilities.matrix import Matrix
 
 PREFIX = "MLA_PREFILL_"
 #: What each variable does; `env` and the docs print this.
@@ -26,7 +24,9 @@ VARIABLES = {
     "MLA_PREFILL_VLLM": "inside a vLLM engine: advise, veto or supply",
 }
 #: Which devices a process sees, and so which one it is asked about; the drivers' own variables.
-VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+#: What the plugin inside a vLLM engine can be told to do.
+VLLM_MODES = ("advise", "veto", "supply")
 
 
 class EnvironmentVariableError(ValueError):
@@ -43,24 +43,50 @@ class Overrides(NamedTuple):
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Overrides:
-        """Reads the variables of `VARIABLES`. An unknown name with our prefix is an error, not a silent no-op."""
+        """Reads the variables of `VARIABLES`.
+
+        Raises:
+            EnvironmentVariableError: a value that cannot be meant, or an unknown name with our prefix: not a silent
+                no-op. All of them in one line.
+        """
+        overrides, wrong = cls.read(environ)
+        if wrong:
+            raise EnvironmentVariableError("; ".join(wrong.values()))
+        return overrides
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> tuple[Overrides, dict[str, str]]:
+        """What the variables ask for, and variable -> what is wrong with it; that one then asks for nothing.
+
+        Names of backends and kernels, and the known FlashAttention versions, are the matrix's to judge.
+        """
         try:
             environ = renamed.variables(os.environ if environ is None else environ)
         except ValueError as error:
-            raise EnvironmentVariableError(str(error)) from None
-        for name in environ:
-            if name.startswith(PREFIX) and name not in VARIABLES:
-                raise EnvironmentVariableError(f"unknown environment variable {name}; {nearest(name, VARIABLES)}")
-        fa_version = environ.get("MLA_PREFILL_FA_VERSION", "").strip()
-        if fa_version and not fa_version.isdecimal():
-            raise EnvironmentVariableError(f"MLA_PREFILL_FA_VERSION must be a number such as 3, got {fa_version!r}")
-        disable = environ.get("MLA_PREFILL_DISABLE", "").split(",")
+            return NO_OVERRIDES, {f"{PREFIX}*": str(error)}
+        wrong = {name: _unknown(name) for name in environ if name.startswith(PREFIX) and name not in VARIABLES}
+        backend, fa_version, disable, matrix, mode = (environ.get(name, "").strip() for name in VARIABLES)
+        if fa_version and not (fa_version.isdecimal() and len(fa_version) < 8):
+            wrong["MLA_PREFILL_FA_VERSION"] = f"MLA_PREFILL_FA_VERSION must be a number such as 3, got {fa_version!r}"
+            fa_version = ""
+        if mode and mode.lower() not in VLLM_MODES:
+            wrong["MLA_PREFILL_VLLM"] = (
+                f"unknown mode {mode!r} (environment variable MLA_PREFILL_VLLM); {nearest(mode, VLLM_MODES)}"
+            )
         return cls(
-            backend=environ.get("MLA_PREFILL_BACKEND", "").strip() or None,
+            backend=backend or None,
             fa_version=int(fa_version) if fa_version else None,
-            disable=tuple(name.strip() for name in disable if name.strip()),
-            matrix=environ.get("MLA_PREFILL_MATRIX", "").strip() or None,
-        )
+            disable=tuple(name.strip() for name in disable.split(",") if name.strip()),
+            matrix=matrix or None,
+        ), wrong
+
+
+def _unknown(variable: str) -> str:
+    """Compared without the prefix, which alone would make any two names near."""
+    known = {name.removeprefix(PREFIX): name for name in VARIABLES}
+    near = difflib.get_close_matches(variable.removeprefix(PREFIX), known, n=1, cutoff=0.7)
+    hint = f"did you mean {known[near[0]]}?" if near else f"known: {', '.join(VARIABLES)}"
+    return f"unknown environment variable {variable}; {hint}"
 
 
 NO_OVERRIDES = Overrides()
@@ -130,16 +156,22 @@ class Environment(_Fields):
         return Environment(**{**now, **changes})
 
     @classmethod
-    def detect(cls, distributions: Iterable[str] | None = None, arch: str | None = None) -> Environment:
+    def detect(
+        cls, distributions: Iterable[str] | None = None, arch: str | None = None, overrides: Overrides | None = None
+    ) -> Environment:
         """This machine, without importing a kernel package, and torch only where no driver library answers.
 
         Args:
             distributions: the packages to look for; None: those of the shipped kernel sheet.
             arch: the architecture, where the caller knows it already.
+            overrides: None: what the environment variables ask for.
+
+        Raises:
+            EnvironmentVariableError: they cannot be meant.
         """
         from mla_prefill.selector import detection
 
-        overrides = Overrides.from_environ()
+        overrides = Overrides.from_environ() if overrides is None else overrides
         if distributions is None:
             from mla_prefill.capabilities import load_matrix
 
@@ -154,60 +186,3 @@ def _pairs(mapping: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     if not isinstance(mapping, Mapping):
         raise ValueError(f"installed maps distributions to versions such as {{'torch': '2.11.0'}}, got {mapping!r}")
     return tuple(sorted((canonical(str(name)), str(value)) for name, value in mapping.items()))
-
-
-def report(
-    environment: Environment, matrix: Matrix, notes: Mapping[str, Sequence[str]] | None = None
-) -> dict[str, Any]:
-    """What an operator pastes into a bug report, as plain data; ``notes`` on packages are those of a probe."""
-    import platform
-
-    errors = dict(environment.import_errors)
-    installed = environment.installed or {}
-    providers = [
-        {
-            "distribution": name,
-            "version": installed.get(name),
-            "kernels": [
-                k.name for k in matrix.kernels.values() if any(canonical(p.distribution) == name for p in k.providers)
-            ],
-            "import_error": errors.get(name),
-            "notes": list((notes or {}).get(name, ())),
-        }
-        for name in matrix.distributions
-    ]
-    return {
-        "arch": _known_arch(environment.arch, matrix),
-        "device": environment.device,
-        "detected_by": environment.detected_by,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "providers": providers,
-        "variables": {name: os.environ.get(name) for name in VARIABLES},
-        "matrix": {"fingerprint": matrix.fingerprint, "schema_version": matrix.schema_version},
-    }
-
-
-def _known_arch(arch: str, matrix: Matrix) -> str:
-    try:
-        return matrix.arch(arch)
-    except ValueError:
-        return f"{arch} (not in the matrix)"
-
-
-def report_text(report: Mapping[str, Any]) -> str:
-    """`report` for people."""
-    device = f" {report['device']}" if report["device"] else ""
-    lines = [
-        f"arch      {report['arch']}{device} ({report['detected_by']})",
-        f"python    {report['python']} on {report['platform']}",
-        f"matrix    {report['matrix']['fingerprint']}",
-    ]
-    for provider in report["providers"]:
-        state = provider["version"] or "not installed"
-        lines.append(f"package   {provider['distribution']:24} {state:16} {', '.join(provider['kernels'])}")
-        if provider["import_error"]:
-            lines.append(f"          import fails: {provider['import_error']}")
-        lines += [f"          {note}" for note in provider["notes"]]
-    lines += [f"variable  {name}={value}" for name, value in report["variables"].items() if value is not None]
-    return "\n".join(lines)

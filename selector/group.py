@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
@@ -25,7 +26,8 @@ T = TypeVar("T")
 class GroupError(RuntimeError):
     """The ranks cannot be compared: other questions, other matrices, or a rank that cannot state its environment.
 
-    Every rank of the group gets it with the same text, which names the ranks.
+    Every rank of the group gets it with the same text, which names the ranks; only where the exchange itself fails is
+    it each rank's own.
     """
 
 
@@ -92,7 +94,8 @@ def select_for_group(
     """The best candidate that is eligible on every rank: one backend, kernel, V padding, package and version.
 
     A collective: every rank of the group calls it, with the same request. It costs one ``all_gather_object`` of a few
-    hundred bytes a rank (gloo, or NCCL after ``torch.cuda.set_device``) and is not cached; call it once at start.
+    hundred bytes a rank and is not cached; call it once at start. With NCCL each rank has a GPU of its own, by
+    ``torch.cuda.set_device`` or ``device_id`` of ``init_process_group``.
     Without an initialised ``torch.distributed``, or in a group of one, it is `select`.
 
     Where the ranks' own orders differ (GPUs of two kinds), the candidate whose worst place on any rank is best wins;
@@ -164,8 +167,23 @@ def _exchange(mine: _Statement, group: Any) -> list[tuple[int, _Statement]]:
     """(global rank, what it said) of the whole group, in the group's order."""
     dist: Any = sys.modules["torch.distributed"]
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
+    try:
+        with _on_its_device(group):
+            dist.all_gather_object(said, mine, group=group)
+    except RuntimeError as error:
+        why = next(iter(str(error).strip().splitlines()), "no message")
+        raise GroupError(
+            f"the ranks could not exchange what they have ({type(error).__name__}: {why}). With NCCL each rank needs a "
+            "GPU of its own: torch.cuda.set_device(local_rank), or device_id= of init_process_group"
+        ) from error
     return list(zip(dist.get_process_group_ranks(group), said, strict=True))
+
+
+def _on_its_device(group: Any) -> AbstractContextManager[object]:
+    """The device that the group was bound to: NCCL moves objects through the current one, which is 0 unless set."""
+    torch: Any = sys.modules["torch"]
+    bound = getattr(torch.distributed.group.WORLD if group is None else group, "bound_device_id", None)
+    return nullcontext() if bound is None else torch.cuda.device(bound)
 
 
 def _version() -> str:

@@ -9,6 +9,7 @@ import base64
 import csv
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -90,15 +91,7 @@ def _modules(matrix: Matrix) -> dict[str, list[str]]:
 def _imported(modules: list[str], timeout_s: float) -> tuple[str | None, dict[str, Any]]:
     """(what importing raised, or None; what the child tells about the builds)."""
     try:
-        # -P (3.11) is not at hand on 3.10; -c puts the working directory on sys.path, so the child starts elsewhere.
-        done = subprocess.run(
-            [sys.executable, "-c", _CHILD, *modules],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            cwd="/",
-            check=False,
-        )
+        done = fresh_python("-c", _CHILD, *modules, timeout_s=timeout_s)
     except subprocess.TimeoutExpired:
         return f"importing took longer than {timeout_s:.0f} s", {}
     with suppress(ValueError, IndexError):
@@ -106,6 +99,34 @@ def _imported(modules: list[str], timeout_s: float) -> tuple[str | None, dict[st
             return said["error"], said
     tail = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return f"the interpreter ended with status {done.returncode}: {tail}", {}
+
+
+def fresh_python(
+    *arguments: str, timeout_s: float, environ: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """Runs an interpreter that finds what this one finds, save for what lies about in the working directory.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than ``timeout_s`` seconds.
+    """
+    # -P (3.11) is not at hand on 3.10; -c and -m put the working directory on sys.path, so the child starts elsewhere.
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd="/",
+        env={**environ, "PYTHONPATH": os.pathsep.join(search_path())},
+        check=False,
+    )
+
+
+def search_path() -> list[str]:
+    """sys.path with absolute entries, without the working directory unless PYTHONPATH names it."""
+    here = os.getcwd()
+    named = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
+    entries = (os.path.abspath(entry) for entry in sys.path if entry)
+    return [entry for entry in entries if entry != here or entry in named]
 
 
 # ---- what a child said ----------------------------------------------------------------------------------------------
@@ -197,8 +218,8 @@ def _owners(module: str) -> list[str]:
 def _on_disk(module: str) -> Path | None:
     """The file of a module, or its folder where it is a namespace package; found as import would, without importing."""
     folders = []
-    for entry in sys.path:
-        base = Path(entry or ".", *module.split("."))
+    for entry in search_path():
+        base = Path(entry, *module.split("."))
         for file in (base / "__init__.py", base.with_suffix(".py")):
             if file.is_file():
                 return file

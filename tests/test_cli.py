@@ -112,6 +112,28 @@ USAGE = [
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "flash-attn"], "DIST==VERSION"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "flash-atn==2"], "did you mean flash-attn?"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "flash-attn==new"], "not a version"),
+    (
+        ["select", "--arch", "sm90", "--dims", "-1,2,3"],
+        "three numbers qk_nope,qk_rope,v_head such as 64,64,128; got '-1,2,3'",
+    ),
+    (["select", "--arch", "sm90", "--dims", "1,2,3", "--policy", "measured", "--shape", "-8x512"], "got '-8x512'"),
+    (["run", "--dims", "64,64,128", "--seed", "-1"], "--seed: must be a whole number from 0 to 2**64 - 1, got '-1'"),
+    (["run", "--dims", "64,64,128", "--seed", str(2**64)], f"from 0 to 2**64 - 1, got '{2**64}'"),
+    (["run", "--dims", "64,64,128", "--seed", "9" * 5000], "from 0 to 2**64 - 1"),
+    (
+        [
+            "select",
+            "--arch",
+            "sm90",
+            "--dims",
+            "64,64,128",
+            "--installed",
+            "flash-attn==2.8.3",
+            "--installed",
+            "flash_attn==2.7",
+        ],
+        "--installed names flash-attn twice, 2.8.3 and 2.7; give one of the two",
+    ),
     (["select", "--arch", "sm90"], "--dims"),
     (["select", "--arch", "sm90", "--dims", "1,2,3", "--model", "x"], "not allowed with"),
     (["selct"], "selct"),
@@ -247,10 +269,57 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     code, data = answer(capsys, "env")
-    assert code == 0
+    assert (code, data["variable_errors"]) == (0, {})
     assert {p["distribution"] for p in data["providers"]} >= {"flash-attn", "flash-attn-4", "torch"}
     code, out, _ = call(capsys, "env")
     assert "matrix" in out
+
+
+BAD_VARIABLES = [
+    ({"MLA_PREFILL_BACKEND": "zz"}, ["unknown backend 'zz'"]),
+    ({"MLA_PREFILL_BACKEND": "FLASH_ATT"}, ["did you mean FLASH_ATTN?"]),
+    ({"MLA_PREFILL_FA_VERSION": "9"}, ["no kernel has FlashAttention version 9", "known: 2, 3, 4"]),
+    ({"MLA_PREFILL_FA_VERSION": "three"}, ["must be a number such as 3, got 'three'"]),
+    ({"MLA_PREFILL_DISABLE": "fa2, fa33,fa44"}, ["unknown backend 'fa33'", "unknown backend 'fa44'"]),
+    ({"MLA_PREFILL_VLLM": "vetto"}, ["unknown mode 'vetto'", "did you mean veto?"]),
+    ({"MLA_PREFILL_MATRIX": "/nowhere"}, ["cannot read /nowhere", "this report goes by the shipped one"]),
+    ({"MLA_PREFILL_FOO": "1"}, ["unknown environment variable MLA_PREFILL_FOO; known: MLA_PREFILL_BACKEND"]),
+    ({"MLA_PREFILL_DISABEL": "fa3"}, ["did you mean MLA_PREFILL_DISABLE?"]),
+    ({"MLA_PREFILL_BACKEND": "CUDNN", "MLA_PREFILL_FA_VERSION": "3"}, ["give one of the two"]),
+]
+
+
+@pytest.mark.parametrize(("variables", "says"), BAD_VARIABLES, ids=lambda value: " ".join(value)[:40])
+def test_env_reports_bad_variables_in_their_place_and_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: list[str]
+) -> None:
+    """Every other command stops at them; who pastes this has a problem to show."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    name, value = list(variables.items())[-1]
+    code, out, err = call(capsys, "env")
+    assert code == 2
+    assert f"variable  {name}={value}\n          error: " in out
+    assert out.startswith("arch ")
+    code, data = answer(capsys, "env")
+    assert (code, list(data["variable_errors"])) == (2, [name])
+    for part in says:
+        assert part in out
+        assert part in err
+        assert part in data["variable_errors"][name]
+    code, out, err = call(capsys, "select", "--arch", "sm90", "--dims", "64,64,128")
+    assert (code, out) == (2, "")
+    assert says[0] in err
+
+
+def test_env_shows_every_bad_variable(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLA_PREFILL_BACKEND", "MLA_PREFILL_FA_VERSION", "MLA_PREFILL_DISABLE", "MLA_PREFILL_VLLM"):
+        monkeypatch.setenv(name, "99")
+    assert len(answer(capsys, "env")[1]["variable_errors"]) == 4
+    for name, value in {"BACKEND": "fa3", "FA_VERSION": "3", "DISABLE": "fa2,", "VLLM": " Veto"}.items():
+        monkeypatch.setenv(f"MLA_PREFILL_{name}", value)
+    code, data = answer(capsys, "env")
+    assert (code, data["variable_errors"]) == (0, {})
 
 
 def test_run_does_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def test_flashinfers_lists(site: Path, matrix: Matrix) -> None:
     assert [takes(10, *pair) for pair in ((192, 128), (1, 1))] == [True, False]
     install(site, FI_CUDNN, "0.7.4", "_CUDNN_RAGGED_AUTO_HEAD_DIMS = frozenset({(128, 128), (192, 128), (256, 256)})\n")
     assert told(ask(FI_CUDNN, matrix)) == {("narrower", arch, (256, 256)) for arch in ("sm100", "sm103")}
-    with pytest.raises(drift.CannotAskError, match="lists no pairs"):
+    with pytest.raises(drift.CannotAsk, match="lists no pairs"):
         FI_CUTLASS.read("// moved elsewhere", FI_CUTLASS.symbol)
 
 
@@ -169,8 +169,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         "  cannot be asked for X: no",
         "  narrower  fa4 (192, 192) on sm90: it allows it, we do not  [a.yaml:1]",
         "  order     order (128, 64, 128) on sm100: another order: CUDNN FLASH_ATTN, ours FLASH_ATTN CUDNN  [p.yaml:9]",
+        "",
+        "2 of 3 sources compared; cells that differ: 2",
     ]
     assert main(["drift", "--format", "json"]) == 1
     assert json.loads(capsys.readouterr().out) == as_dict(answers)
     answers.pop()
+    capsys.readouterr()
+    assert main(["drift"]) == 0
+    assert capsys.readouterr().out.endswith("\n\n1 of 2 sources compared; cells that differ: none\n")
+    answers.pop(0)
     assert main(["drift"]) == 0  # nothing that was asked differs
+    last = "nothing was compared: it takes one of flash-attn-4, vllm, flashinfer-python"
+    assert capsys.readouterr().out.splitlines()[-1] == last

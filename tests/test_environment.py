@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mla_prefill import Environment, Request, load_matrix
-from mla_prefill.selector import detection
+from mla_prefill.selector import detection, telling
 from mla_prefill.selector.engine import decide
-from mla_prefill.selector.environment import report, report_text
+from mla_prefill.selector.environment import VISIBLE_DEVICES
 from mla_prefill.selector.probe import import_error, probe
+from mla_prefill.selector.report import report, report_text
 
 MATRIX = load_matrix()
 
@@ -83,6 +87,40 @@ def test_c48_a_package_that_works_is_no_error_and_is_imported_in_the_child_only(
     install(site, "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": ""})
     assert probe(MATRIX, {"fa3-fwd": "0.0.3"}, lambda _: None) == ({}, {})
     assert "fa3_fwd_interface" not in sys.modules
+
+
+def test_a_relative_path_leads_the_child_to_the_same_package(tmp_path: Path) -> None:
+    """The child starts elsewhere, so that a folder in the working directory is no package."""
+    install(tmp_path / "vendored", "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": ""})
+    install(tmp_path / "vendored", "flash-attn", "2.8.3", {})
+    (tmp_path / "flash_attn").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "mla_prefill", "env", "--probe", "--format", "json"],
+        capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": "vendored"},
+    )  # fmt: skip
+    errors = {p["distribution"]: p["import_error"] for p in json.loads(done.stdout)["providers"] if p["version"]}
+    assert errors["fa3-fwd"] is None
+    assert errors["flash-attn"] == "ModuleNotFoundError: No module named 'flash_attn'"
+
+
+def test_a_relative_entry_of_sys_path_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "vendored", "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": ""})
+    monkeypatch.chdir(tmp_path)
+    assert "No module named" in str(import_error(["fa3_fwd_interface"]))
+    monkeypatch.syspath_prepend("vendored")
+    assert import_error(["fa3_fwd_interface"]) is None
+
+
+def test_the_working_directory_is_searched_only_where_pythonpath_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for entry in ("", str(tmp_path)):  # python -c, python -m
+        monkeypatch.setattr(sys, "path", [entry, *sys.path])
+        assert "No module named" in str(import_error(["flash_attn"]))
+    monkeypatch.setenv("PYTHONPATH", ".")
+    assert import_error(["flash_attn"]) is None
 
 
 def test_an_import_that_hangs_ends(site: Path) -> None:
@@ -175,16 +213,6 @@ def test_a_query_imports_no_torch_no_yaml_no_schema() -> None:
     assert done.stdout.strip() == "fa2"
 
 
-@pytest.mark.parametrize(
-    ("value", "first"), [("", None), ("-1", None), ("3,1", "3"), ("GPU-1234", "GPU-1234"), (None, "0")]
-)
-def test_visible_devices(monkeypatch: pytest.MonkeyPatch, value: str | None, first: str | None) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if value is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert detection._first_visible("CUDA_VISIBLE_DEVICES") == first
-
-
 def test_hidden_gpus_mean_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
@@ -192,19 +220,171 @@ def test_hidden_gpus_mean_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert detection.architecture()[0] == "cpu"
 
 
+H200, H100 = ("9.0", "NVIDIA H200"), ("9.0", "NVIDIA H100 80GB HBM3")
+A100, L40S = ("8.0", "NVIDIA A100-SXM4-80GB"), ("8.9", "NVIDIA L40S")
+CUT, SLICE = ("9.0", "NVIDIA H200, all of it"), "NVIDIA H200 MIG 1g.18gb"
+
+
+class Nvml:
+    """The driver's library with these GPUs in the order of the PCI bus. GPU 1 has the UUID GPU-1111-abcd, its first MIG
+    slice, where one is asked for, MIG-1111-abcd. ``CUT`` is a GPU in MIG mode."""
+
+    def __init__(self, *gpus: tuple[str, str]) -> None:
+        self.gpus = [*gpus, *(("no capability of its own", SLICE) for _ in gpus)]
+        self.uuids = [f"{kind}-{i}{i}{i}{i}-abcd" for kind in ("GPU", "MIG") for i in range(len(gpus))]
+        self.count = len(gpus)
+        self.nvmlInit_v2 = self.nvmlShutdown = lambda: 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = self.count
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
+        handle._obj.value = index.value + 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        if uuid.decode() not in self.uuids:
+            return 2
+        handle._obj.value = self.uuids.index(uuid.decode()) + 1
+        return 0
+
+    def nvmlDeviceGetMigMode(self, handle: Any, mode: Any, pending: Any) -> int:
+        mode._obj.value = int(self.gpus[handle.value - 1] is CUT)
+        return 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: Any, mig: Any) -> int:
+        mig._obj.value = handle.value + self.count
+        return 0
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, mig: Any, handle: Any) -> int:
+        handle._obj.value = mig.value - self.count
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = map(int, self.gpus[handle.value - 1][0].split("."))
+        return 0
+
+    def nvmlDeviceGetName(self, handle: Any, text: Any, size: Any) -> int:
+        text.value = self.gpus[handle.value - 1][1].encode()
+        return 0
+
+    def nvmlDeviceGetUUID(self, handle: Any, text: Any, size: Any) -> int:
+        text.value = self.uuids[handle.value - 1].encode()
+        return 0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str | None, str]]:
+    """machine([H200, A100], CUDA_VISIBLE_DEVICES="1") -> what is detected there."""
+
+    def detect(gpus: list[tuple[str, str]], **variables: str) -> tuple[str, str | None, str]:
+        for variable in VISIBLE_DEVICES:
+            monkeypatch.delenv(variable, raising=False)
+        for variable, value in variables.items():
+            monkeypatch.setenv(variable, value)
+        monkeypatch.setattr(detection.ctypes, "CDLL", lambda _: Nvml(*gpus))
+        monkeypatch.setattr(detection, "DEVICE_NODES", ())
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+        telling.clear()
+        return detection.architecture()
+
+    return detect
+
+
+PCI = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "found"),
+    [
+        ([H200], {}, H200),
+        ([H200, H200], {"CUDA_VISIBLE_DEVICES": "1"}, H200),  # alike: the order does not matter
+        ([A100, H200], {**PCI}, A100),
+        ([A100, H200], {**PCI, "CUDA_VISIBLE_DEVICES": "1,0"}, H200),
+        ([A100, H200], {"CUDA_VISIBLE_DEVICES": "GPU-1111-abcd"}, H200),
+        ([A100, H200], {"CUDA_VISIBLE_DEVICES": "GPU-0, 1"}, A100),  # the beginning of a UUID is enough
+        ([CUT], {}, ("9.0", SLICE)),
+        ([A100, H200], {"CUDA_VISIBLE_DEVICES": "MIG-1111-abcd"}, ("9.0", SLICE)),
+        ([A100, H200], {"CUDA_VISIBLE_DEVICES": "MIG-GPU-1111-abcd/2/0"}, ("9.0", None)),  # drivers before 470
+        ([A100, H200], {"CUDA_VISIBLE_DEVICES": "MIG-7777-abcd"}, ("cpu", None)),
+        ([A100, H200], {"CUDA_VISIBLE_DEVICES": "GPU-"}, ("cpu", None)),  # which of the two?
+        ([A100, H200], {"CUDA_VISIBLE_DEVICES": "7,0"}, ("cpu", None)),  # no such GPU: it hides the rest
+        ([A100, H200], {"CUDA_VISIBLE_DEVICES": "-1,0"}, ("cpu", None)),
+        ([A100, H200], {"CUDA_VISIBLE_DEVICES": ""}, ("cpu", None)),
+        ([], {}, ("cpu", None)),
+    ],
+)
+def test_the_gpu_that_cuda_calls_the_first(
+    machine: Any, gpus: list[tuple[str, str]], variables: dict[str, str], found: tuple[str, str | None]
+) -> None:
+    *what, how = machine(gpus, **variables)
+    assert tuple(what) == found
+    assert "not known" not in how
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "found"),
+    [
+        ([A100, H200], None, H200),
+        ([A100, H200], "0", H200),
+        ([A100, H200], "1", A100),
+        ([A100, L40S, H200, L40S], "1,0", L40S),
+        ([H100, H200], None, ("9.0", None)),  # the architecture is certain, the product is not
+    ],
+)
+def test_where_gpus_differ_cudas_order_is_a_guess_and_is_called_one(
+    machine: Any, caplog: pytest.LogCaptureFixture, gpus: list[tuple[str, str]], visible: str | None, found: Any
+) -> None:
+    """By default CUDA counts the fastest first, by a heuristic that is not documented; NVML counts along the PCI bus."""
+    *what, how = machine(gpus, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
+    assert tuple(what) == found
+    assert f"the GPUs differ, {gpus[0][1]} ({gpus[0][0]}), " in how
+    assert "CUDA's own order of them is not known here" in how
+    warnings = [record.getMessage() for record in caplog.records]
+    assert ("taken: " in how) == ("CUDA_DEVICE_ORDER=PCI_BUS_ID" in how) == bool(warnings) == (found[1] is not None)
+
+
 @pytest.mark.parametrize(
     ("target", "arch"),
     [(90402, "gfx942"), (90500, "gfx950"), (90010, "gfx90a"), (120500, "gfx1250"), (110000, "gfx1100")],
 )
 def test_amd_targets_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: int, arch: str) -> None:
-    for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+    assert amd(tmp_path, monkeypatch, [0, target]) == arch
+
+
+def amd(folder: Path, monkeypatch: pytest.MonkeyPatch, targets: list[int], **variables: str) -> str | None:
+    """What is detected where the driver has these nodes; 0 is a CPU. Node n has the unique_id 0xabc<n>."""
+    for variable in VISIBLE_DEVICES:
         monkeypatch.delenv(variable, raising=False)
-    for node, version in (("0", 0), ("1", target)):
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "properties").write_text(f"cpu_cores_count 8\ngfx_target_version {version}\n")
-    found = detection._from_amd_driver(tmp_path)
-    assert found is not None
-    assert found[0] == arch
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    for node, target in enumerate(targets):
+        (folder / str(node)).mkdir()
+        text = f"cpu_cores_count 8\nunique_id {0xABC0 + node}\ngfx_target_version {target}\n"
+        (folder / str(node) / "properties").write_text(text)
+    found = detection._from_amd_driver(folder)
+    return found and found[0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "arch"),
+    [
+        ({}, "gfx942"),
+        ({"HIP_VISIBLE_DEVICES": "1"}, "gfx950"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "gfx950"),
+        ({"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, "gfx942"),
+        ({"ROCR_VISIBLE_DEVICES": "1,2"}, "gfx950"),
+        ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, "gfx90a"),  # counts what ROCr leaves
+        ({"ROCR_VISIBLE_DEVICES": "GPU-000000000000ABC3"}, "gfx90a"),
+        ({"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}, None),
+        ({"ROCR_VISIBLE_DEVICES": "7"}, None),
+    ],
+)
+def test_rocr_hides_before_hip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], arch: str | None
+) -> None:
+    assert amd(tmp_path, monkeypatch, [0, 90402, 90500, 90010], **variables) == arch
 
 
 def test_this_machine_answers() -> None:

@@ -1,5 +1,7 @@
 """One decision for many ranks: four real processes on gloo, each with the machine that a scenario gives it.
 
+Where there are GPUs, `pytest -m gpu tests/test_group.py` repeats the exchange on NCCL with 1, 2, 4 and 8 of them.
+
 This file is also the program that those processes run: it asks every scenario in turn and writes down what it got.
 """
 
@@ -25,10 +27,19 @@ from mla_prefill import (
     select,
     select_for_group,
 )
+from mla_prefill.selector import group
 
 RANKS = range(4)
+#: How a rank tells NCCL its device: torch.cuda.set_device, or device_id of init_process_group.
+SET, BOUND = "nccl set", "nccl bound"
+MATRIX = load_matrix()
 REQUEST = Request((64, 64, 128))
 FA2, FA3 = {"flash-attn": "2.8.3"}, {"flash-attn-3": "3.0.0"}
+SITE = (
+    "schema_version: 1\nmatrix:\n  site_model:\n    dims: {qk_nope: 56, qk_rope: 72, v_head: 128}\n"
+    "    sources: [{kind: config, ref: 'site:config.json'}]\n"
+    "    allow:\n      - {arch: [sm90], fa_version: 3, backends: [FLASH_ATTN]}\n"
+)
 ALL = {**FA2, **FA3, "flashinfer-python": "0.7.4"}
 
 
@@ -60,9 +71,9 @@ def in_a_subgroup(rank: int) -> Any:
     """Ranks 1 and 3 have FA3, the others have not and are not asked."""
     import torch.distributed as dist
 
-    group = dist.new_group([1, 3])
+    some = dist.new_group([1, 3])
     environment = Environment("sm90", ALL if rank in (1, 3) else FA2)
-    return ask(environment, group=group) if rank in (1, 3) else select(REQUEST, environment)
+    return ask(environment, group=some) if rank in (1, 3) else select(REQUEST, environment)
 
 
 #: name -> what a rank asks. Every one is asked by four processes at once.
@@ -94,6 +105,29 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
 }
 
 
+def exchanged(by_rank: Callable[[int, int], dict[str, str]]) -> Callable[[int], Any]:
+    """What select_for_group does with more than one rank, for a group of any size, one included."""
+
+    def ask(rank: int) -> Any:
+        import torch.distributed as dist
+
+        environment = Environment("sm90", by_rank(rank, dist.get_world_size()))
+        mine = group._Statement(REQUEST, environment, "1", MATRIX.fingerprint)
+        own = tuple((other, group._decide_on(other, said, MATRIX)) for other, said in group._exchange(mine, None))
+        return group._agree(own)
+
+    return ask
+
+
+#: What a group of any size asks; ranks are counted from 0, the last one is ``size - 1``.
+EXCHANGES: dict[str, Callable[[int], Any]] = {
+    "alike": exchanged(lambda rank, size: ALL),
+    "the last rank lacks FA3": exchanged(lambda rank, size: FA2 if rank == size - 1 else ALL),
+    "this machine": lambda rank: select_for_group(REQUEST),
+    "this machine, each for itself": lambda rank: select_for_group(REQUEST, per_rank=True),
+}
+
+
 def outcome(ask: Callable[[int], Any], rank: int) -> dict[str, Any]:
     try:
         answer = ask(rank)
@@ -107,13 +141,43 @@ def outcome(ask: Callable[[int], Any], rank: int) -> dict[str, Any]:
     }
 
 
-def main(rank: int, store: str, result: str) -> None:
+def main(backend: str, size: int, rank: int, folder: Path) -> None:
+    import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(RANKS))
-    outcomes = {name: outcome(ask, rank) for name, ask in SCENARIOS.items()}
-    Path(result).write_text(json.dumps(outcomes))
+    bound: dict[str, Any] = {}
+    if backend == SET:
+        torch.cuda.set_device(rank)
+    elif backend == BOUND:  # and the current device is 0 on every rank
+        bound = {"device_id": torch.device("cuda", rank)}
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend.split()[0], init_method=store, rank=rank, world_size=size, **bound)
+    asked = SCENARIOS if size == len(RANKS) else EXCHANGES
+    outcomes = {name: outcome(ask, rank) for name, ask in asked.items()}
+    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
+
+
+def run(folder: Path, backend: str, size: int, **environ: str) -> list[dict[str, dict[str, Any]]]:
+    """What each rank got: scenario -> outcome."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MLA_PREFILL_")} | environ
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, backend, str(size), str(rank), str(folder)],
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
@@ -121,25 +185,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     """Scenario -> what each of the four ranks got."""
     folder = tmp_path_factory.mktemp("group")
     overlay = folder / "site.yaml"
-    overlay.write_text(
-        "schema_version: 1\nmatrix:\n  site_model:\n    dims: {qk_nope: 56, qk_rope: 72, v_head: 128}\n"
-        "    sources: [{kind: config, ref: 'site:config.json'}]\n"
-        "    allow:\n      - {arch: [sm90], fa_version: 3, backends: [FLASH_ATTN]}\n"
-    )
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("MLA_PREFILL_")} | {"OVERLAY": str(overlay)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder / "store"), str(folder / f"{rank}.json")],
-            env=environ,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in RANKS
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in RANKS]
+    overlay.write_text(SITE)
+    results = run(folder, "gloo", len(RANKS), OVERLAY=str(overlay))
     return {name: [result[name] for result in results] for name in SCENARIOS}
 
 
@@ -220,6 +267,56 @@ def test_without_a_group_it_is_select() -> None:
     assert not isinstance(own, GroupDecision)
 
 
+def cuda_devices() -> int:
+    torch = pytest.importorskip("torch")
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() and torch.distributed.is_nccl_available() else 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        ("gloo", 1),
+        ("gloo", 2),
+        *(pytest.param(how, size, marks=pytest.mark.gpu) for size in (1, 2, 4, 8) for how in (SET, BOUND)),
+    ],
+)
+def test_the_exchange_is_the_same_on_every_transport(
+    tmp_path: Path, backend: str, size: int, request: pytest.FixtureRequest
+) -> None:
+    """NCCL moves the statements through GPUs, one a rank."""
+    if backend != "gloo" and cuda_devices() < size:
+        pytest.skip(f"NCCL wants a CUDA device for each rank: {size}, here {cuda_devices()}")
+    overlay = tmp_path / "site.yaml"
+    overlay.write_text(SITE)
+    results = run(tmp_path, backend, size, OVERLAY=str(overlay))
+    if size == len(RANKS):
+        on_gloo = request.getfixturevalue("outcomes")
+        assert {name: [result[name] for result in results] for name in SCENARIOS} == on_gloo
+        return
+    assert all(result == results[0] for result in results)
+    got = results[0]
+    assert got["alike"]["kernels"] == ["fa3"]
+    assert got["the last rank lacks FA3"]["kernels"] == ["fa2"]
+    assert (f"FA3 on rank {size - 1} is not installed" in got["the last rank lacks FA3"]["text"]) == (size > 1)
+    alone = got["this machine, each for itself"]["kernels"]
+    assert len(alone) == size
+    if all(kernel == alone[0] for kernel in alone):
+        assert got["this machine"].get("kernels", [None]) == alone[:1]
+
+
+def test_an_exchange_that_fails_says_what_nccl_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist = pytest.importorskip("torch").distributed
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise dist.DistBackendError("NCCL error in: NCCLUtils.cpp\nDuplicate GPU detected : rank 1 and rank 0")
+
+    monkeypatch.setattr(group, "_is_distributed", lambda _: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "all_gather_object", fails)
+    with pytest.raises(GroupError, match=r"DistBackendError: NCCL error in.*torch.cuda.set_device\(local_rank\)"):
+        select_for_group(REQUEST, environment=Environment("sm90", ALL))
+
+
 def test_it_does_not_import_torch() -> None:
     code = (
         "import sys; from mla_prefill import *; "
@@ -229,4 +326,4 @@ def test_it_does_not_import_torch() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

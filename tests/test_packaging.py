@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from importlib.util import resolve_name
 from pathlib import Path
 
+import mla_prefill
 import pytest
 from mla_prefill import Matrix
 
@@ -126,6 +127,23 @@ def test_no_module_gets_a_generic_name(tmp_path: Path, tracked: list[str]) -> No
 def test_a_query_imports_no_kernel_and_reads_no_yaml(question: str, tmp_path: Path, kernel_modules: set[str]) -> None:
     loaded = {name.partition(".")[0] for name in loaded_by(question, tmp_path)}
     assert loaded & (kernel_modules | {"yaml", "jsonschema", "numpy"}) == set()
+
+
+def test_every_error_is_a_public_name_and_none_costs_an_import(
+    modules: dict[str, tuple[str, ast.Module]], tmp_path: Path, kernel_modules: set[str]
+) -> None:
+    """Of the three packages: what the command line raises, it catches."""
+    errors = {
+        node.name
+        for package, tree in modules.values()
+        if package != "mla_prefill"
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Error") and not node.name.startswith("_")
+    }
+    assert {name for name in mla_prefill.__all__ if name.endswith("Error")} <= errors
+    loaded = {name.partition(".")[0] for name in loaded_by(f"from mla_prefill import {', '.join(errors)}", tmp_path)}
+    assert loaded & kernel_modules == set()
+    assert all(issubclass(getattr(mla_prefill, name), Exception) for name in errors)
 
 
 # ---- which way dependencies point ---------------------------------------------------------------------------------

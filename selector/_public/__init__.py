@@ -33,16 +33,36 @@ from mla_prefill.selector import (
 )
 
 if TYPE_CHECKING:
-    from mla_prefill.backends import load, load_measured, merge_attention_states
+    from mla_prefill.backends import KernelError, load, load_measured, merge_attention_states
+    from mla_prefill.capabilities.configs import ConfigError, UnknownModelError
+    from mla_prefill.capabilities.propose import NothingToAddError as NothingToAddError
+    from mla_prefill.capabilities.propose import ProposalError as ProposalError
+    from mla_prefill.capabilities.revisions import RevisionError as RevisionError
+
+#: Public names of modules that a query does not need -> where they are. Those whose modules read YAML are not in
+#: ``__all__``: ``import *`` would load it.
+_LATER = {
+    "ConfigError": "capabilities.configs",
+    "KernelError": "backends",
+    "NothingToAddError": "capabilities.propose",
+    "ProposalError": "capabilities.propose",
+    "RevisionError": "capabilities.revisions",
+    "UnknownModelError": "capabilities.configs",
+    "load": "backends",
+    "load_measured": "backends",
+    "merge_attention_states": "backends",
+}
 
 __all__ = [
     "BatchShape",
     "Candidate",
+    "ConfigError",
     "Decision",
     "Environment",
     "EnvironmentVariableError",
     "GroupDecision",
     "GroupError",
+    "KernelError",
     "MLADimensions",
     "Matrix",
     "MatrixError",
@@ -52,6 +72,7 @@ __all__ = [
     "Reason",
     "Request",
     "RequestError",
+    "UnknownModelError",
     "UnknownNameError",
     "__version__",
     "clear",
@@ -66,10 +87,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load", "load_measured", "merge_attention_states"):
-        from mla_prefill import backends
+    if name in _LATER:
+        import importlib
 
-        return getattr(backends, name)
+        return getattr(importlib.import_module(f"mla_prefill.{_LATER[name]}"), name)
     if name == "__version__":
         from importlib.metadata import version
 

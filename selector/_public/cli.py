@@ -8,15 +8,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mla_prefill.capabilities.findings import MatrixError
 from mla_prefill.cli_options import FINE, NEGATIVE, WRONG_USE, NegativeAnswerError, UsageError, one_line
+from mla_prefill.selector.environment import VARIABLES
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # No option of ours is a number: "--dims -1,2,3" has a value, and the command says what is wrong with it.
+        self._negative_number_matcher = re.compile(r"-\d")
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
@@ -61,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="mla-prefill",
         description="Which attention kernel may prefill an MLA model on this GPU, and why.",
         epilog="exit status: 0 fine, 1 a negative answer or findings, 2 wrong usage or unreadable input. "
-        "Environment variables: MLA_PREFILL_BACKEND, MLA_PREFILL_FA_VERSION, MLA_PREFILL_DISABLE, MLA_PREFILL_MATRIX.",
+        f"Environment variables: {', '.join(VARIABLES)}.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
@@ -80,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--device", metavar="DEVICE", help="torch device such as cuda:1 or cpu (default: what the decision is for)"
     )
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the random batch (default 0)")
+    command.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the random batch (default 0)")
     _add_format(command)
 
     command = _add(commands, "select", "cli_ask:select", "one decision, with every reason")
@@ -260,7 +267,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         "--installed",
         action="append",
         metavar="DIST==VERSION",
-        help="a kernel package of the target (repeatable; names all of them; "
+        help="a kernel package of the target (repeatable; names all of them, each once; "
         "default with --arch or --gpu: packages are no constraint)",
     )
 
@@ -281,6 +288,12 @@ def _add_request(command: argparse.ArgumentParser) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 4096:
         raise argparse.ArgumentTypeError(f"must be a number from 1 to 4096, got {text!r}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or len(text) > 20 or int(text) >= 2**64:  # what PyTorch takes
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2**64 - 1, got {text[:40]!r}")
     return int(text)
 
 

@@ -7,15 +7,18 @@ import json
 import warnings
 from typing import TYPE_CHECKING
 
-from mla_prefill.capabilities.findings import nearest
+from mla_prefill.capabilities.findings import MatrixError, nearest
+from mla_prefill.capabilities.load import load_matrix
 from mla_prefill.cli_options import (
     FINE,
     NEGATIVE,
+    WRONG_USE,
     UsageError,
     decision_of,
     environment_of,
     matrix_of,
     model,
+    one_line,
     progress,
     request_of,
     shape_of,
@@ -129,19 +132,30 @@ def table(options: argparse.Namespace) -> int:
 
 
 def env(options: argparse.Namespace) -> int:
-    from mla_prefill import Environment
-    from mla_prefill.selector import environment as variables
+    """Reports whatever is wrong with our variables, and then fails: who pastes it has a problem to show."""
+    from mla_prefill import Environment, Overrides
+    from mla_prefill.selector import report as reports
     from mla_prefill.selector.probe import probe
 
-    matrix = matrix_of(options)
-    here = Environment.detect(matrix.distributions)
+    overrides, wrong = Overrides.read()
+    try:
+        matrix = load_matrix(options.matrix or overrides.matrix, options.extra)
+    except (MatrixError, OSError) as error:
+        if options.matrix or not overrides.matrix:
+            raise
+        wrong["MLA_PREFILL_MATRIX"] = f"{one_line(error)}; this report goes by the shipped one"
+        matrix = load_matrix(None, options.extra)
+    wrong.update(reports.refused(overrides, matrix))
+    here = Environment.detect(matrix.distributions, overrides=overrides)
     notes: dict[str, list[str]] = {}
     if options.probe:
         errors, notes = probe(matrix, here.installed or {}, progress)
         here = here.replace(import_errors=errors)
-    report = variables.report(here, matrix, notes)
+    report = reports.report(here, matrix, notes, wrong)
     if options.format == "json":
         print(json.dumps(report, indent=2))
     else:
-        print(variables.report_text(report))
-    return FINE
+        print(reports.report_text(report))
+    for text in wrong.values():
+        progress(f"mla-prefill: {text}")
+    return WRONG_USE if wrong else FINE

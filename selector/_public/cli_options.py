@@ -133,7 +133,7 @@ def _installed(given: list[str] | None, matrix: Matrix) -> dict[str, str] | None
 
     if given is None:
         return None
-    installed = {}
+    installed: dict[str, str] = {}
     for text in given:
         name, equals, version = text.partition("==")
         name = canonical(name.strip())
@@ -144,9 +144,11 @@ def _installed(given: list[str] | None, matrix: Matrix) -> dict[str, str] | None
                 f"--installed {text}: no kernel comes from {name!r}; {nearest(name, matrix.distributions)}"
             )
         try:
-            installed[name] = str(Version(version.strip()))
+            version = str(Version(version.strip()))
         except InvalidVersion:
             raise UsageError(f"--installed {text}: {version!r} is not a version such as 2.8.3") from None
+        if installed.setdefault(name, version) != version:
+            raise UsageError(f"--installed names {name} twice, {installed[name]} and {version}; give one of the two")
     return installed
 
 

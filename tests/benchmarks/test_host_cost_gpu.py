@@ -83,7 +83,7 @@ def tensors() -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize(("kernel", "raw"), [("fa2", raw_fa2), ("fa3", raw_fa3), ("fa4", raw_fa4)])
 def test_host_cost(kernel: str, raw: Callable[[Any], Call], report: Callable[..., None]) -> None:
-    """3 us over the raw op is the target (design section 10)."""
+    """3 us over the raw op is the target."""
     matrix, environment = load_matrix(), Environment.detect()
     decision = decide(Request(DIMS, backend=kernel), environment, matrix)
     if decision.chosen is None:

@@ -194,7 +194,7 @@ def test_each_mode_overrides_what_it_says(mode: str | None, members: list[str]) 
         assert overridden() == members
 
 
-@pytest.mark.parametrize("mode", vllm_plugin.MODES)
+@pytest.mark.parametrize("mode", vllm_plugin.VLLM_MODES)
 def test_loading_it_again_changes_nothing(mode: str) -> None:
     with engine(DEEPSEEK, HOPPER, mode):
         before = [MLAPrefillBackendEnum[name].get_class() for name in overridden()]
@@ -223,7 +223,7 @@ def test_it_says_one_line_and_does_nothing(
     assert line in said[0]
 
 
-@pytest.mark.parametrize("mode", vllm_plugin.MODES)
+@pytest.mark.parametrize("mode", vllm_plugin.VLLM_MODES)
 def test_it_never_raises(mode: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix that cannot be read is told; vLLM goes on, except where it was told to run nothing but ours."""
     monkeypatch.setenv("MLA_PREFILL_MATRIX", "/nowhere/matrix.yaml")
@@ -321,69 +321,128 @@ def test_supply_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         get_mla_prefill_backend(config)
 
 
-@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
-def test_supply_computes_what_vllms_own_backend_does(dims: MLADimensions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, against vLLM's own CPU backend: new tokens, and a context chunk in which one sequence has no keys."""
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+class Batch:
+    """Two sequences of 3 and 4 new tokens, and a context chunk in which the second has no keys, in vLLM's classes."""
+
+    def __init__(self, dims: MLADimensions, device: str = "cpu") -> None:
+        from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+
+        def ints(*values: int) -> Any:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        starts = ints(0, 3, 7)
+        self.chunk = MLACommonPrefillMetadata.ContextChunk(
+            index=0,
+            request_slice=slice(0, 2),
+            token_slice=slice(0, 7),
+            continuation_token_end=0,
+            is_continuation=False,
+            num_context_tokens=5,
+            query_start_loc=starts,
+            max_query_len=4,
+            cu_seq_lens=ints(0, 5, 5),
+            starts=ints(0, 0),
+            max_seq_len=5,
+            seq_lens=ints(5, 0),
+            token_to_seq=ints(0, 0, 0, 0, 0),
+            all_rows_active=False,
+        )
+        self.metadata = MLACommonPrefillMetadata(
+            block_table=torch.zeros(2, 1, dtype=torch.int32, device=device),
+            query_start_loc=starts,
+            max_query_len=4,
+            chunked_context=MLACommonPrefillMetadata.ChunkedContextMetadata(
+                context_lens=ints(5, 0),
+                workspace=torch.empty(0, device=device),
+                chunks=[self.chunk],
+                context_lens_list=[5, 0],
+                empty_token_slices=[],
+            ),
+            query_lens_cpu=starts.diff().cpu(),
+        )
+        generator = torch.Generator().manual_seed(0)
+        sizes = [
+            (7, dims.qk_head_dim),
+            (7, dims.qk_head_dim),
+            (7, dims.v_head_dim),
+            (5, dims.qk_head_dim),
+            (5, dims.v_head_dim),
+        ]
+        self.q, self.k, self.v, self.context_k, self.context_v = (
+            torch.randn(tokens, HEADS, width, generator=generator).bfloat16().to(device) for tokens, width in sizes
+        )
+
+    def run(self, backend: Any) -> list[Any]:
+        """out and LSE of the new tokens, out and LSE of the context chunk."""
+        backend.prepare_metadata(self.metadata)
+        new_tokens = backend.run_prefill_new_tokens(self.q, self.k, self.v, True)
+        return [*new_tokens, *backend.run_prefill_context_chunk(self.chunk, self.q, self.context_k, self.context_v)]
+
+
+HEADS = 4
+
+
+def arguments(dims: MLADimensions, config: VllmConfig) -> dict[str, Any]:
+    """What vLLM makes a prefill backend with."""
+    scale = dims.qk_head_dim**-0.5
+    return dict(num_heads=HEADS, scale=scale, kv_lora_rank=512, **dims._asdict(), vllm_config=config)
+
+
+def assert_supplies_what_vllm_computes(ours: Any, batch: Batch, dims: MLADimensions, config: VllmConfig) -> None:
+    """Against vLLM's own CPU backend."""
     from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 
-    heads, context_lengths = 4, [5, 0]
-    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
-    context = torch.tensor([0, 5, 5], dtype=torch.int32)
-    chunk = MLACommonPrefillMetadata.ContextChunk(
-        index=0,
-        request_slice=slice(0, 2),
-        token_slice=slice(0, 7),
-        continuation_token_end=0,
-        is_continuation=False,
-        num_context_tokens=5,
-        query_start_loc=starts,
-        max_query_len=4,
-        cu_seq_lens=context,
-        starts=torch.zeros(2, dtype=torch.int32),
-        max_seq_len=5,
-        seq_lens=torch.tensor(context_lengths, dtype=torch.int32),
-        token_to_seq=torch.tensor([0] * 5, dtype=torch.int32),
-        all_rows_active=False,
-    )
-    metadata = MLACommonPrefillMetadata(
-        block_table=torch.zeros(2, 1, dtype=torch.int32),
-        query_start_loc=starts,
-        max_query_len=4,
-        chunked_context=MLACommonPrefillMetadata.ChunkedContextMetadata(
-            context_lens=torch.tensor(context_lengths, dtype=torch.int32),
-            workspace=torch.empty(0),
-            chunks=[chunk],
-            context_lens_list=context_lengths,
-            empty_token_slices=[],
-        ),
-        query_lens_cpu=starts.diff(),
-    )
-    generator = torch.Generator().manual_seed(0)
-    q, k, context_k = (torch.randn(n, heads, dims.qk_head_dim, generator=generator).bfloat16() for n in (7, 7, 5))
-    v, context_v = (torch.randn(n, heads, dims.v_head_dim, generator=generator).bfloat16() for n in (7, 5))
-    with engine(dims, HOPPER, "supply") as config:
-        monkeypatch.setattr(vllm.platforms, "current_platform", CpuPlatform())
-        arguments = dict(
-            num_heads=heads, scale=dims.qk_head_dim**-0.5, kv_lora_rank=512, **dims._asdict(), vllm_config=config
-        )
-        ours = MLAPrefillBackendEnum.CUSTOM.get_class()(**arguments).clone()
-        own = CPUSDPAMLAPrefillBackend(**arguments)
     assert ours.get_name() == "CUSTOM"
     assert ours.supports_out()
-    for backend in (ours, own):
-        backend.prepare_metadata(metadata)
-    out = torch.empty(7, heads, dims.v_head_dim, dtype=torch.bfloat16)
-    tolerances = {"rtol": 2e-2, "atol": 2e-2}
-    assert ours.run_prefill_new_tokens(q, k, v, False, out=out) is out
-    torch.testing.assert_close(out, own.run_prefill_new_tokens(q, k, v, False), **tolerances)
-    got, expected = (backend.run_prefill_new_tokens(q, k, v, True) for backend in (ours, own))
-    torch.testing.assert_close(got[0], expected[0], **tolerances)
-    torch.testing.assert_close(got[1], expected[1], **tolerances)
-    got, expected = (backend.run_prefill_context_chunk(chunk, q, context_k, context_v) for backend in (ours, own))
-    torch.testing.assert_close(got[0][:3], expected[0][:3], **tolerances)
-    torch.testing.assert_close(got[1], expected[1], **tolerances)
-    assert not got[0][3:].any()  # without keys; vLLM's own backend leaves NaN there, of weight 0 in its merge
+    out, lse, context_out, context_lse = (tensor.cpu() for tensor in batch.run(ours))
+    own = Batch(dims).run(CPUSDPAMLAPrefillBackend(**arguments(dims, config)))
+    assert not context_out[3:].any()  # without keys; vLLM's own backend leaves NaN there, of weight 0 in its merge
+    for got, expected in zip((out, lse, context_out[:3], context_lse), (*own[:2], own[2][:3], own[3]), strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    given = torch.empty_like(batch.v)
+    assert ours.run_prefill_new_tokens(batch.q, batch.k, batch.v, False, out=given) is given
+    torch.testing.assert_close(given.cpu(), out, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
+def test_supply_computes_what_vllms_own_backend_does(dims: MLADimensions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU."""
+    with engine(dims, HOPPER, "supply") as config:
+        monkeypatch.setattr(vllm.platforms, "current_platform", CpuPlatform())
+        ours = MLAPrefillBackendEnum.CUSTOM.get_class()(**arguments(dims, config)).clone()
+        assert_supplies_what_vllm_computes(ours, Batch(dims), dims, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dims", MODELS.values(), ids=MODELS)
+def test_supply_on_cuda_with_every_eligible_kernel(dims: MLADimensions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM itself may be its CPU package, whose own FlashAttention is not there whatever its version says."""
+    ask = vllm_plugin._question
+
+    def without_vllms_own(*arguments: Any) -> Any:
+        question = ask(*arguments)
+        assert question is not None
+        packages = {name: v for name, v in (question[1].installed or {}).items() if name != vllm_plugin.ENGINE}
+        return question[0], question[1].replace(installed=packages)
+
+    monkeypatch.setattr(vllm_plugin, "_question", without_vllms_own)
+    kernels = []
+    with engine(dims, torch.cuda.get_device_capability(), "supply") as config:
+        request, environment = vllm_plugin._question(Cuda.get_device_capability(), selector_config(dims))
+        for verdict in vllm_plugin.decide(request, environment, vllm_plugin.matrix_of(environment)).verdicts:
+            if verdict.verdict != "rejected":
+                kernels.append(verdict.candidate.kernel)
+                monkeypatch.setenv("MLA_PREFILL_BACKEND", kernels[-1])
+                ours = MLAPrefillBackendEnum.CUSTOM.get_class()(**arguments(dims, config)).clone()
+                assert_supplies_what_vllm_computes(ours, Batch(dims, "cuda"), dims, config)
+    assert kernels, "PyTorch's own kernels run on every CUDA device"
+
+
+def selector_config(dims: MLADimensions) -> Any:
+    return selector.MLAPrefillSelectorConfig(
+        dtype=torch.bfloat16, mla_dimensions=selector.MLADimensions(**dims._asdict())
+    )
 
 
 if __name__ == "__main__":
