@@ -190,8 +190,9 @@ def _notes(text: _Text, stated: Mapping[str, int | None], dims: MLADimensions) -
     for flag, note in text.rules.get("flags", {}).items():
         if text.values.get(flag) is True:
             yield note
-    if text.rules.get("sparse"):
-        yield "the model uses sparse attention (DSA); these are the dims of its dense prefill"
+    if text.rules.get("sparse") or text.values.get("index_topk"):
+        dense = "the model uses sparse attention (DSA); these are the dims of its dense prefill"
+        yield f"{dense}, which is what a request asks for; needs=['sparse'] (--needs sparse) asks for the other"
 
 
 def _sheet_notes(found: ModelDims, families: Families) -> Iterator[str]:
