@@ -16,6 +16,7 @@ from mla_prefill.capabilities.findings import Finding, MatrixError, nearest
 from mla_prefill.capabilities.load import COMPILED, DATA_LABEL, KINDS, Sources, compiled_text, document, gather
 from mla_prefill.capabilities.matrix import Cell, Matrix
 from mla_prefill.capabilities.model import DTYPES, Block, MLADimensions
+from mla_prefill.capabilities.row_order import Misplaced, movable, place, ranks
 from mla_prefill.capabilities.schema import validate
 from mla_prefill.capabilities.source import SourceFile, parse
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -281,8 +282,7 @@ def _rows(sheets: Sheets) -> Iterator[tuple[SourceFile, Path, Any, MLADimensions
     for source, path, row in sheets.items("matrix", "allow"):
         raw = source.data["matrix"][path[1]]["dims"]
         dims = MLADimensions(raw["qk_nope"], raw["qk_rope"], raw["v_head"])
-        fa_versions = row.get("fa_version", [])
-        fa_versions = fa_versions if isinstance(fa_versions, list) else [fa_versions]
+        fa_versions = _listed(row.get("fa_version", []))
         named = [
             name
             for name, kernel in sheets.kernels.items()
@@ -291,6 +291,10 @@ def _rows(sheets: Sheets) -> Iterator[tuple[SourceFile, Path, Any, MLADimensions
             and (not row.get("kernels") or name in row["kernels"])
         ]
         yield source, path, row, dims, named
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def rows_reach_a_kernel(sheets: Sheets) -> Findings:
@@ -435,7 +439,7 @@ def _choice(order: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 def lists_are_sorted(sheets: Sheets) -> Findings:
     """Architectures stand in the order of architectures.yaml: decisions do not depend on it, diffs and readers do."""
-    rank = {name: i for i, name in enumerate(sheets.names("architectures"))}
+    rank = ranks(sheets.names("architectures"))
     for kind, below in SORTED:
         for source, path, entry in sheets.items(kind, *below):
             listed = entry.get("arch", [])
@@ -447,8 +451,38 @@ def lists_are_sorted(sheets: Sheets) -> Findings:
                 yield source.finding(mark, "X382", message, hint, severity="notice", fixable=fixable)
 
 
+def misplaced_rows(sheets: Sheets) -> Iterator[tuple[SourceFile, Misplaced]]:
+    """Each list of rows that is not in order, with its file."""
+    kernels, arches, blocks = ranks(sheets.kernels), ranks(sheets.names("architectures")), ranks(sheets.names("matrix"))
+    lists: dict[tuple[SourceFile, Path], list[Any]] = defaultdict(list)
+    for source, path, row, _, named in _rows(sheets):
+        lists[source, path[:-1]].append(place(named, _listed(row.get("fa_version", [])), row["arch"], kernels, arches))
+    for source, path, entry in sheets.items("not_allowed"):
+        dims = [blocks[name] for name in entry.get("dims", ()) if name in blocks]
+        lists[source, path[:-1]].append((*place(entry["kernels"], (), entry["arch"], kernels, arches), dims))
+    for (source, path), places in lists.items():
+        order = sorted(range(len(places)), key=places.__getitem__)
+        if order != list(range(len(places))):
+            yield source, Misplaced(path, order)
+
+
+def rows_are_in_order(sheets: Sheets) -> Findings:
+    """Rows stand by kernel, FlashAttention version and architecture (see `row_order`): for readers and diffs, too."""
+    by_file: dict[SourceFile, list[Misplaced]] = defaultdict(list)
+    for source, rows in misplaced_rows(sheets):
+        by_file[source].append(rows)
+    for source, lists in by_file.items():
+        for rows, fixable in zip(lists, movable(source, lists), strict=True):
+            mark, comes_first = rows.marks(source)
+            message = "rows are not in order: by kernel as in kernels.yaml, then fa_version, then arch"
+            hint = f"the row of line {comes_first[0]} comes before this one"
+            if not fixable:
+                hint += "; move it by hand, since whose a comment or blank line is cannot be told"
+            yield source.finding(mark, "X384", message, hint, severity="notice", fixable=fixable)
+
+
 def _is_one_line_list(source: SourceFile, mark: tuple[int, int]) -> bool:
-    line = source.raw.decode("utf-8").split("\n")[mark[0] - 1][mark[1] - 1 :]
+    line = source.lines[mark[0] - 1][mark[1] - 1 :]
     return line.startswith("[") and "]" in line
 
 
@@ -579,5 +613,6 @@ NOTICE_RULES: tuple[Rule, ...] = (
     every_block_has_a_backend,
     special_orders_differ,
     lists_are_sorted,
+    rows_are_in_order,
     files_name_their_schema,
 )

@@ -92,6 +92,7 @@ CODES: dict[str, str] = {
     "X381": "the editor modeline is missing",
     "X382": "architectures are not in their order",
     "X383": "a generated page is out of date",
+    "X384": "rows are not in their order",
 }
 
 #: Code -> what to do about it, for the docs page and for code scanning.
@@ -147,6 +148,7 @@ ADVICE: dict[str, str] = {
     "X381": "Run `mla-prefill check --fix`",
     "X382": "Run `mla-prefill check --fix`; by hand where the list takes several lines",
     "X383": "Run `mla-prefill check --fix`",
+    "X384": "Run `mla-prefill check --fix`; by hand where it cannot tell which row a comment or blank line belongs to",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ _AMBIGUOUS = re.compile(
     | = | <<
     ) \Z"""
 )
+#: What YAML 1.1 takes for the end of a line, PyYAML's marks too: more than "\n".
+_LINE_END = re.compile("(?<=[\n\x85\u2028\u2029])|(?<=\r)(?!\n)")
 _CONSTANTS: dict[str, Any] = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 Mark = tuple[int, int]
@@ -83,6 +86,18 @@ class SourceFile:
             else:
                 break
         return mark
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """The text as its reader counts lines, each with its line break; without a byte order mark."""
+        return tuple(_LINE_END.split(self.raw.decode("utf-8-sig")))
+
+    def at_path(self, path: Sequence[str | int]) -> Any:
+        """The value at ``path``."""
+        node = self.data
+        for step in path:
+            node = node[step]
+        return node
 
     def at(self, *path: str | int) -> str:
         """``label:line`` of the key at ``path``: the provenance that a row carries."""
