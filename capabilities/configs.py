@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mla_prefill.capabilities.findings import read_bytes
 from mla_prefill.capabilities.model import MAX_HEAD_DIM, MLADimensions
 
 #: A config.json is a few kilobytes; a larger file is something else, often the weights.
@@ -230,8 +231,7 @@ def _load_file(path: Path) -> tuple[str, Mapping[str, Any]]:
     try:
         if path.is_dir():
             path = next((path / name for name in FILE_NAMES if (path / name).exists()), path / FILE_NAMES[0])
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        raw = read_bytes(path, MAX_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         raise ConfigError(f"{_label(path)}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     label = _label(path)

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 #: More of a file is never read.
 MAX_BYTES = 8 * 1024 * 1024
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """A file's content, and one byte more than ``limit`` where it is longer.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: a pipe or a device may never end, or never begin.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "not a regular file; copy what it holds into one", str(path))
+    with path.open("rb") as file:
+        return file.read(limit + 1)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities import versions
-from mla_prefill.capabilities.findings import MAX_BYTES, nearest
+from mla_prefill.capabilities.findings import nearest, read_bytes
 from mla_prefill.capabilities.model import (
     Architecture,
     Block,
@@ -203,8 +203,8 @@ class Matrix:
 
         found = []
         for label, path in self._measured:
-            with suppress(OSError, ValueError), path.open("rb") as file:
-                found.append(read(label, file.read(MAX_BYTES + 1)))
+            with suppress(OSError, ValueError):
+                found.append(read(label, read_bytes(path)))
         return tuple(sorted(found, key=lambda profile: profile.date, reverse=True))
 
     @property

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mla_prefill.capabilities.findings import MAX_BYTES, Finding, MatrixError
+from mla_prefill.capabilities.findings import MAX_BYTES, Finding, MatrixError, read_bytes
 
 MAX_DEPTH = 32
 #: Characters of a finding's message: what it quotes may be megabytes long.
@@ -110,10 +110,8 @@ def _bounded(text: str) -> str:
 
 
 def read_file(path: Path, label: str | None = None) -> SourceFile:
-    """Reads one file, at most `MAX_BYTES` of it. Raises OSError where the path cannot be read."""
-    with path.open("rb") as file:
-        raw = file.read(MAX_BYTES + 1)
-    return SourceFile(label or str(path), raw)
+    """Reads one file, hardly more than `MAX_BYTES` of it. Raises OSError where the path cannot be read."""
+    return SourceFile(label or str(path), read_bytes(path))
 
 
 def parse(source: SourceFile) -> list[Finding]:

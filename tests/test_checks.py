@@ -384,7 +384,7 @@ def test_fix_puts_rows_in_order_with_their_comments_and_moves_nothing_else(
 )
 def test_rows_whose_lines_cannot_be_told_apart_are_left_alone(tmp_path: Path, rows: list[str]) -> None:
     path = tmp_path / "site.yaml"
-    text = fixes.MODELINE.format(kind="matrix") + site(rows)
+    text = site(rows)
     assert mended(path, text) == text
     (found,) = (f for f in checks.check_path(None, [path]) if f.code == "X384")
     assert not found.fixable
@@ -394,8 +394,8 @@ def test_rows_whose_lines_cannot_be_told_apart_are_left_alone(tmp_path: Path, ro
 def test_fix_mends_the_order_of_rows_and_of_architectures_at_once(tmp_path: Path) -> None:
     path = tmp_path / "site.yaml"
     jumbled = [ROWS[4], ROWS[0].replace("sm80, sm89", "sm89, sm80"), *ROWS[1:4]]
-    text = fixes.MODELINE.format(kind="matrix") + site(jumbled)
-    assert mended(path, text) == fixes.MODELINE.format(kind="matrix") + site(ROWS)
+    text = site(jumbled)
+    assert mended(path, text) == site(ROWS)
     unended = text.rstrip("\n").replace("fa_version: 3, backends", "fa_version: 3,\r\n         backends")
     assert mended(path, unended).count("\n") == unended.count("\n")
 
@@ -404,8 +404,7 @@ def test_fix_mends_the_order_of_rows_and_of_architectures_at_once(tmp_path: Path
 def test_every_line_break_of_yaml_counts(tmp_path: Path, newline: str) -> None:
     path = tmp_path / "site.yaml"
     good, bad = (site([ROWS[0].replace("sm80, sm89", arches)]) for arches in ("sm80, sm89", "sm89, sm80"))
-    modeline = fixes.MODELINE.format(kind="matrix")
-    assert mended(path, bad.replace("\n", newline)) == modeline + good.replace("\n", newline)
+    assert mended(path, bad.replace("\n", newline)) == good.replace("\n", newline)
 
 
 def test_the_order_of_rows_decides_nothing(edited: Edit) -> None:
