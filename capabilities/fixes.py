@@ -59,8 +59,8 @@ def mended(source: SourceFile, kind: str, findings: Sequence[Finding], misplaced
         if rows.marks(source)[0] in movable:
             move(lines, source.at_path(rows.path), rows.order)
     modeline = any(finding.code == "X381" for finding in findings)
-    start = MODELINE.format(kind=kind) if modeline else "\ufeff" if source.raw.startswith(b"\xef\xbb\xbf") else ""
-    return "".join([start, *lines]).encode()
+    head = MODELINE.format(kind=kind) if modeline else "\ufeff" if source.raw.startswith(b"\xef\xbb\xbf") else ""
+    return "".join([head, *lines]).encode()
 
 
 def write(path: Path, content: bytes) -> None:

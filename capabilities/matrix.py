@@ -317,12 +317,11 @@ class Matrix:
         """How well a cell is known: source, built, run, measured or contradicted (the records in data/evidence)."""
         return self._evidence(kernel, arch, dims)["proof"]
 
-    def _evidence(self, kernel: str, arch: str, dims: MLADimensions, *distribution: str) -> dict[str, str]:
+    def _evidence(self, kernel: str, arch: str, dims: MLADimensions, *distribution: str) -> dict[str, Any]:
         """A candidate's ``proof``, and with what it was ``proven``; of a cell, or of one package's build for it."""
         cell = f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}"
-        return dict(
-            zip(("proof", "proven"), self._proof.get(" ".join((cell, *distribution)), ("source", "")), strict=True)
-        )
+        proof, proven = self._proof.get(" ".join((cell, *distribution)), ("source", ""))
+        return {"proof": proof, "proven": proven}
 
 
 def _offer(
