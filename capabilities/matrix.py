@@ -315,7 +315,7 @@ class Matrix:
 
     def proof(self, kernel: str, arch: str, dims: MLADimensions) -> str:
         """How well a cell is known: source, built, run, measured or contradicted (the records in data/evidence)."""
-        return self._evidence(kernel, arch, dims)["proof"]
+        return str(self._evidence(kernel, arch, dims)["proof"])
 
     def _evidence(self, kernel: str, arch: str, dims: MLADimensions, *distribution: str) -> dict[str, Any]:
         """A candidate's ``proof``, and with what it was ``proven``; of a cell, or of one package's build for it."""
