@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Any
 
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.findings import Finding, MatrixError, nearest
 from mla_prefill.capabilities.load import COMPILED, DATA_LABEL, KINDS, Sources, compiled_text, document, gather
-from mla_prefill.capabilities.matrix import Cell, Matrix
+from mla_prefill.capabilities.matrix import Cell, Matrix, dims_of
 from mla_prefill.capabilities.model import DTYPES, Block, MLADimensions
+from mla_prefill.capabilities.row_order import Misplaced, movable, place, ranks
 from mla_prefill.capabilities.schema import validate
 from mla_prefill.capabilities.source import SourceFile, parse
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -25,24 +27,19 @@ Path = tuple[str | int, ...]
 MODELINE = b"# yaml-language-server: $schema="
 #: Lists beside the five sheets' own: what rules call them -> the kind of file and the key there.
 LISTS = {"not_allowed": ("matrix", "not_allowed")}
-#: Where architectures are listed: kind and the lists above.
-SORTED = (
-    ("matrix", ("allow",)),
-    ("not_allowed", ()),
-    ("priorities", ()),
-    ("kernels", ("limits",)),
-    ("kernels", ("providers",)),
-    ("kernels", ("known_bad",)),
-)
+#: Where architectures are listed.
+SORTED = "matrix.allow not_allowed priorities kernels.limits kernels.providers kernels.known_bad"
 Findings = Iterator[Finding]
 
 
 class Sheets:
     """The parsed files, with iterators over what rules look at: (file, path, value)."""
 
+    #: What they compile to; there once every name is known.
+    matrix: Matrix
+
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
-        self.matrix: Matrix | None = None
 
     def top(self, kind: str) -> Iterator[tuple[SourceFile, str, Any]]:
         """``kind`` is one of KINDS or of LISTS."""
@@ -77,9 +74,29 @@ class Sheets:
     def names(self, kind: str) -> list[str]:
         return [name for _, _, content in self.top(kind) for name in content]
 
-    @property
+    @cached_property
     def kernels(self) -> dict[str, Any]:
         return {name: raw for _, _, content in self.top("kernels") for name, raw in content.items()}
+
+    @cached_property
+    def rows(self) -> list[tuple[SourceFile, Path, Any, MLADimensions, list[str]]]:
+        """(file, path, row, dims, kernels that the row's backends, fa_version and kernels name)."""
+        found = []
+        for source, path, row in self.items("matrix", "allow"):
+            fa_versions = _listed(row.get("fa_version", []))
+            named = [
+                name
+                for name, kernel in self.kernels.items()
+                if kernel["backend"] in row["backends"]
+                and ("fa_version" not in kernel or kernel["fa_version"] in fa_versions)
+                and (not row.get("kernels") or name in row["kernels"])
+            ]
+            found.append((source, path, row, dims_of(source.data["matrix"][path[1]]), named))
+        return found
+
+    def stated(self, field: str) -> dict[Any, None]:
+        """The values of one field of the kernels, each once."""
+        return dict.fromkeys(kernel[field] for kernel in self.kernels.values() if field in kernel)
 
     def requirements(self) -> Iterator[tuple[SourceFile, Path, str]]:
         """Every PEP 508 string."""
@@ -146,46 +163,51 @@ def require_clean(sources: Sources) -> None:
 # ---- names ------------------------------------------------------------------------------------------------------
 
 
-def _unknown(values: Iterable[tuple[SourceFile, Path, Any]], known: Iterable[Any], code: str, what: str) -> Findings:
-    names = list(known)
+def _unknown(values: Iterable[tuple[SourceFile, Path, Any]], known: Sequence[Any], code: str, what: str) -> Findings:
     for source, path, value in values:
-        if value not in names:
-            key = path[-1] == value  # a mapping's key rather than a value
-            yield source.finding(
-                source.locate(path, key=key), code, f"unknown {what} {value!r}", nearest(value, map(str, names))
-            )
+        if value not in known:
+            mark = source.locate(path, key=path[-1] == value)  # a mapping's key rather than a value
+            yield source.finding(mark, code, f"unknown {what} {value!r}", nearest(value, known))
 
 
-def architectures_are_declared(sheets: Sheets) -> Findings:
-    for kind, below in (
-        ("kernels", ("limits", "arch")),
-        ("kernels", ("providers", "arch")),
-        ("kernels", ("known_bad", "arch")),
-        ("matrix", ("allow", "arch")),
-        ("not_allowed", ("arch",)),
-        ("priorities", ("arch",)),
-    ):
-        yield from _unknown(sheets.listed(kind, *below), sheets.names("architectures"), "X301", "architecture")
+#: Code, what is named, where it is named, and what is declared.
+REFERENCES: tuple[tuple[str, str, str, Callable[[Sheets], Iterable[Any]]], ...] = (
+    (
+        "X301",
+        "architecture",
+        "kernels.limits.arch kernels.providers.arch kernels.known_bad.arch "
+        "matrix.allow.arch not_allowed.arch priorities.arch",
+        lambda sheets: sheets.names("architectures"),
+    ),
+    (
+        "X302",
+        "kernel",
+        "matrix.allow.kernels not_allowed.kernels priorities.order priorities.on_request",
+        lambda sheets: sheets.kernels,
+    ),
+    ("X303", "backend", "matrix.allow.backends", lambda sheets: sheets.stated("backend")),
+    ("X304", "FlashAttention version", "matrix.allow.fa_version", lambda sheets: sorted(sheets.stated("fa_version"))),
+    (
+        "X306",
+        "feature",
+        "kernels.provides kernels.providers.provides kernels.known_bad.needs",
+        lambda sheets: (name for source, _, _ in sheets.top("kernels") for name in source.data.get("features", {})),
+    ),
+    (
+        "X307",
+        "dtype",
+        "kernels.dtypes kernels.providers.dtypes kernels.limits.dtypes kernels.known_bad.dtypes",
+        lambda _: DTYPES,
+    ),
+    ("X309", "model family", "models.like", lambda sheets: sheets.names("models")),
+)
 
 
-def kernels_are_declared(sheets: Sheets) -> Findings:
-    for kind, below in (
-        ("matrix", ("allow", "kernels")),
-        ("not_allowed", ("kernels",)),
-        ("priorities", ("order",)),
-        ("priorities", ("on_request",)),
-    ):
-        yield from _unknown(sheets.listed(kind, *below), sheets.kernels, "X302", "kernel")
-
-
-def backends_are_declared(sheets: Sheets) -> Findings:
-    backends = dict.fromkeys(k["backend"] for k in sheets.kernels.values())
-    yield from _unknown(sheets.listed("matrix", "allow", "backends"), backends, "X303", "backend")
-
-
-def fa_versions_are_declared(sheets: Sheets) -> Findings:
-    known = sorted({k["fa_version"] for k in sheets.kernels.values() if "fa_version" in k})
-    yield from _unknown(sheets.listed("matrix", "allow", "fa_version"), known, "X304", "FlashAttention version")
+def names_are_declared(sheets: Sheets) -> Findings:
+    for code, what, places, declared in REFERENCES:
+        known = list(declared(sheets))
+        for named in places.split():
+            yield from _unknown(sheets.listed(*named.split(".")), known, code, what)
 
 
 def dims_blocks_are_declared(sheets: Sheets) -> Findings:
@@ -199,21 +221,6 @@ def _beside_the_matrix(source: SourceFile, sheets: Sheets) -> bool:
     ours, matrix = sheets.sources.files.values(), sheets.sources.files["matrix"]
     folder, of_matrix = (file.label.rpartition("/")[0] for file in (source, matrix))
     return folder == of_matrix or source not in ours
-
-
-def families_are_declared(sheets: Sheets) -> Findings:
-    yield from _unknown(sheets.listed("models", "like"), sheets.names("models"), "X309", "model family")
-
-
-def features_are_declared(sheets: Sheets) -> Findings:
-    known = [name for source, _, _ in sheets.top("kernels") for name in source.data.get("features", {})]
-    for below in (("provides",), ("providers", "provides"), ("known_bad", "needs")):
-        yield from _unknown(sheets.listed("kernels", *below), known, "X306", "feature")
-
-
-def dtypes_are_known(sheets: Sheets) -> Findings:
-    for below in (("dtypes",), ("providers", "dtypes"), ("limits", "dtypes"), ("known_bad", "dtypes")):
-        yield from _unknown(sheets.listed("kernels", *below), DTYPES, "X307", "dtype")
 
 
 def requirements_are_readable(sheets: Sheets) -> Findings:
@@ -268,7 +275,7 @@ def blocks_have_distinct_dims(sheets: Sheets) -> Findings:
             message = f"{path[1]} is {by_name[path[1]]} in another file, {dims} here"
             yield source.finding(mark, "X312", message, "give this block another name")
         try:
-            MLADimensions(block["dims"]["qk_nope"], block["dims"]["qk_rope"], block["dims"]["v_head"])
+            dims_of(block)
         except ValueError as error:
             yield source.finding(mark, "X312", str(error), "state the dims of a real model")
 
@@ -276,27 +283,14 @@ def blocks_have_distinct_dims(sheets: Sheets) -> Findings:
 # ---- meaning ----------------------------------------------------------------------------------------------------
 
 
-def _rows(sheets: Sheets) -> Iterator[tuple[SourceFile, Path, Any, MLADimensions, list[str]]]:
-    """(file, path, row, dims, kernels that the row's backends, fa_version and kernels name)."""
-    for source, path, row in sheets.items("matrix", "allow"):
-        raw = source.data["matrix"][path[1]]["dims"]
-        dims = MLADimensions(raw["qk_nope"], raw["qk_rope"], raw["v_head"])
-        fa_versions = row.get("fa_version", [])
-        fa_versions = fa_versions if isinstance(fa_versions, list) else [fa_versions]
-        named = [
-            name
-            for name, kernel in sheets.kernels.items()
-            if kernel["backend"] in row["backends"]
-            and ("fa_version" not in kernel or kernel["fa_version"] in fa_versions)
-            and (not row.get("kernels") or name in row["kernels"])
-        ]
-        yield source, path, row, dims, named
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def rows_reach_a_kernel(sheets: Sheets) -> Findings:
     """A backend with FlashAttention kernels needs ``fa_version``; one without cannot use it."""
-    with_fa = {k["backend"] for k in sheets.kernels.values() if "fa_version" in k}
-    for source, path, row, _, named in _rows(sheets):
+    with_fa = {kernel["backend"] for kernel in sheets.kernels.values() if "fa_version" in kernel}
+    for source, path, row, _, named in sheets.rows:
         for i, backend in enumerate(row["backends"]):
             mark = source.locate([*path, "backends", i])
             if backend in with_fa and "fa_version" not in row:
@@ -312,7 +306,7 @@ def rows_reach_a_kernel(sheets: Sheets) -> Findings:
 
 def cells_are_allowed_once(sheets: Sheets) -> Findings:
     seen: dict[tuple[MLADimensions, str, str], str] = {}
-    for source, path, row, dims, named in _rows(sheets):
+    for source, path, row, dims, named in sheets.rows:
         for i, arch in enumerate(row["arch"]):
             for kernel in named:
                 here = f"{source.label}:{source.locate([*path, 'arch', i])[0]}"
@@ -328,8 +322,7 @@ def cells_are_allowed_once(sheets: Sheets) -> Findings:
 def allowed_cells_can_run(sheets: Sheets) -> Findings:
     """Allowed but impossible: the row names a kernel that the kernel sheet says cannot take the dims there."""
     matrix = sheets.matrix
-    assert matrix is not None
-    for source, path, row, dims, named in _rows(sheets):
+    for source, path, row, dims, named in sheets.rows:
         for i, arch in enumerate(row["arch"]):
             mark = source.locate([*path, "arch", i])
             for backend in row["backends"]:
@@ -346,18 +339,17 @@ def allowed_cells_can_run(sheets: Sheets) -> Findings:
                         yield source.finding(mark, "X320", message, hint)
 
 
-def _own_blocks(sheets: Sheets, matrix: Matrix) -> Iterator[tuple[SourceFile, Path, Block]]:
+def _own_blocks(sheets: Sheets) -> Iterator[tuple[SourceFile, Path, Block]]:
     """The blocks of the matrix itself. An overlay says what one site wants: what it leaves out is no gap."""
     for source, path, _ in sheets.items("matrix"):
         if source is sheets.sources.files["matrix"]:
-            yield source, path, matrix.blocks[str(path[1])]
+            yield source, path, sheets.matrix.blocks[str(path[1])]
 
 
 def possible_cells_are_allowed(sheets: Sheets) -> Findings:
     """Possible but not allowed, and nobody says why: an opportunity, not an error."""
     matrix = sheets.matrix
-    assert matrix is not None
-    for source, path, block in _own_blocks(sheets, matrix):
+    for source, path, block in _own_blocks(sheets):
         missing: dict[str, list[str]] = defaultdict(list)
         for arch in matrix.architectures:
             for cell in matrix.cells(arch, block.dims):
@@ -378,7 +370,6 @@ def _possible(cell: Cell) -> bool:
 def exceptions_are_needed(sheets: Sheets) -> Findings:
     """Each arch, kernel and block of a not_allowed entry excuses something that is possible, and that no row allows."""
     matrix = sheets.matrix
-    assert matrix is not None
     overlays = {source.label for _, source in sheets.sources.overlays}
     for source, path, entry in sheets.items("not_allowed"):
         foreign = overlays - {source.label}  # rows laid over a file do not make it wrong
@@ -405,8 +396,7 @@ def exceptions_are_needed(sheets: Sheets) -> Findings:
 def every_block_has_a_backend(sheets: Sheets) -> Findings:
     """Architectures where a block has no backend at all, unless not_allowed says why for all that could run."""
     matrix = sheets.matrix
-    assert matrix is not None
-    for source, path, block in _own_blocks(sheets, matrix):
+    for source, path, block in _own_blocks(sheets):
         without = []
         for arch in matrix.architectures:
             cells = matrix.cells(arch, block.dims)
@@ -435,9 +425,9 @@ def _choice(order: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 def lists_are_sorted(sheets: Sheets) -> Findings:
     """Architectures stand in the order of architectures.yaml: decisions do not depend on it, diffs and readers do."""
-    rank = {name: i for i, name in enumerate(sheets.names("architectures"))}
-    for kind, below in SORTED:
-        for source, path, entry in sheets.items(kind, *below):
+    rank = ranks(sheets.names("architectures"))
+    for lists in SORTED.split():
+        for source, path, entry in sheets.items(*lists.split(".")):
             listed = entry.get("arch", [])
             if (ordered := sorted(listed, key=lambda name: rank[name])) != listed:
                 hint = f"write [{', '.join(ordered)}]"
@@ -447,8 +437,38 @@ def lists_are_sorted(sheets: Sheets) -> Findings:
                 yield source.finding(mark, "X382", message, hint, severity="notice", fixable=fixable)
 
 
+def misplaced_rows(sheets: Sheets) -> Iterator[tuple[SourceFile, Misplaced]]:
+    """Each list of rows that is not in order, with its file."""
+    kernels, arches, blocks = ranks(sheets.kernels), ranks(sheets.names("architectures")), ranks(sheets.names("matrix"))
+    lists: dict[tuple[SourceFile, Path], list[Any]] = defaultdict(list)
+    for source, path, row, _, named in sheets.rows:
+        lists[source, path[:-1]].append(place(named, _listed(row.get("fa_version", [])), row["arch"], kernels, arches))
+    for source, path, entry in sheets.items("not_allowed"):
+        dims = [blocks[name] for name in entry.get("dims", ()) if name in blocks]
+        lists[source, path[:-1]].append((*place(entry["kernels"], (), entry["arch"], kernels, arches), dims))
+    for (source, path), places in lists.items():
+        order = sorted(range(len(places)), key=places.__getitem__)
+        if order != list(range(len(places))):
+            yield source, Misplaced(path, order)
+
+
+def rows_are_in_order(sheets: Sheets) -> Findings:
+    """Rows stand by kernel, FlashAttention version and architecture (see `row_order`): for readers and diffs, too."""
+    by_file: dict[SourceFile, list[Misplaced]] = defaultdict(list)
+    for source, rows in misplaced_rows(sheets):
+        by_file[source].append(rows)
+    for source, lists in by_file.items():
+        for rows, fixable in zip(lists, movable(source, lists), strict=True):
+            mark, comes_first = rows.marks(source)
+            message = "rows are not in order: by kernel as in kernels.yaml, then fa_version, then arch"
+            hint = f"the row of line {comes_first[0]} comes before this one"
+            if not fixable:
+                hint += "; move it by hand, since whose a comment or blank line is cannot be told"
+            yield source.finding(mark, "X384", message, hint, severity="notice", fixable=fixable)
+
+
 def _is_one_line_list(source: SourceFile, mark: tuple[int, int]) -> bool:
-    line = source.raw.decode("utf-8").split("\n")[mark[0] - 1][mark[1] - 1 :]
+    line = source.lines[mark[0] - 1][mark[1] - 1 :]
     return line.startswith("[") and "]" in line
 
 
@@ -457,8 +477,6 @@ def _pair(dims: MLADimensions) -> str:
 
 
 def version_ranges_hold_a_version(sheets: Sheets) -> Findings:
-    matrix = sheets.matrix
-    assert matrix is not None
     for source, path, text in sheets.requirements():
         if versions.intersect((versions.split(text)[1],)) is None:
             message = f"{text!r} holds no version"
@@ -467,17 +485,15 @@ def version_ranges_hold_a_version(sheets: Sheets) -> Findings:
         for source, path, text in sheets.listed("kernels", "providers", leaf):
             if versions.intersect((text,)) is None:
                 yield source.finding(source.locate(path), "X330", f"{text!r} holds no version", "turn the bounds round")
-    for source, path, row, dims, named in _rows(sheets):
+    for source, path, row, dims, named in sheets.rows:
         for requirement in row.get("requires", ()):
             name, specifier = versions.split(requirement)
-            for kernel in named:
-                for provider in matrix.kernels[kernel].providers:
-                    if versions.canonical(provider.distribution) == name and (
-                        versions.intersect((provider.version, specifier)) is None
-                    ):
-                        message = f"{requirement!r} and {kernel}'s own {provider.version!r} exclude each other"
-                        mark = source.locate([*path, "requires"])
-                        yield source.finding(mark, "X330", message, f"for {dims}: see {provider.source}")
+            for kernel, provider in ((k, p) for k in named for p in sheets.matrix.kernels[k].providers):
+                same = versions.canonical(provider.distribution) == name
+                if same and versions.intersect((provider.version, specifier)) is None:
+                    message = f"{requirement!r} and {kernel}'s own {provider.version!r} exclude each other"
+                    mark = source.locate([*path, "requires"])
+                    yield source.finding(mark, "X330", message, f"for {dims}: see {provider.source}")
 
 
 def bounds_admit_prereleases(sheets: Sheets) -> Findings:
@@ -503,23 +519,17 @@ def _prerelease(version: str) -> bool:
         return False
 
 
-def every_kernel_has_its_place(sheets: Sheets) -> Findings:
+def orders_name_what_runs(sheets: Sheets) -> Findings:
+    """Every kernel has one place in each order of an architecture it runs on, and none in any other."""
     matrix = sheets.matrix
-    assert matrix is not None
-    plain: dict[str, int] = defaultdict(int)
     for source, path, raw in sheets.items("priorities"):
         placed = [*raw["order"], *raw.get("on_request", {})]
         for i, arch in enumerate(raw["arch"]):
-            mark = source.locate([*path, "arch", i])
-            if "dims" not in raw:
-                plain[arch] += 1
-                if plain[arch] > 1:
-                    yield source.finding(mark, "X342", f"{arch} has a second order", "keep one order without dims")
-            able = [k.name for k in matrix.kernels.values() if matrix.limit(k.name, arch)]
-            for name in able:
-                if name not in placed:
+            for name in matrix.kernels:
+                if matrix.limit(name, arch) and name not in placed:
                     message = f"{name} runs on {arch} but is not in its order"
-                    yield source.finding(mark, "X340", message, "add it to order, or to on_request with the reason")
+                    hint = "add it to order, or to on_request with the reason"
+                    yield source.finding(source.locate([*path, "arch", i]), "X340", message, hint)
         for j, name in enumerate(placed):
             if not any(matrix.limit(name, arch) for arch in raw["arch"]):
                 at = (*path, "order", j) if j < len(raw["order"]) else (*path, "on_request")
@@ -527,8 +537,19 @@ def every_kernel_has_its_place(sheets: Sheets) -> Findings:
             if placed.index(name) != j:
                 mark = source.locate((*path, "order", placed.index(name)))
                 yield source.finding(mark, "X341", f"{name} has two places", "keep one")
+
+
+def architectures_have_one_order(sheets: Sheets) -> Findings:
+    """Exactly one that is for all dims."""
+    seen = set()
+    for source, path, raw in sheets.items("priorities"):
+        for i, arch in enumerate(raw["arch"] if "dims" not in raw else ()):
+            if arch in seen:
+                mark = source.locate([*path, "arch", i])
+                yield source.finding(mark, "X342", f"{arch} has a second order", "keep one order without dims")
+            seen.add(arch)
     for source, path, _ in sheets.items("architectures"):
-        if not plain[str(path[1])]:
+        if path[1] not in seen:
             mark = source.locate(path, key=True)
             yield source.finding(mark, "X342", f"{path[1]} has no order", "add it to an order of priorities.yaml")
 
@@ -551,17 +572,11 @@ def files_name_their_schema(sheets: Sheets) -> Findings:
 
 Rule = Callable[[Sheets], Iterable[Finding]]
 NAME_RULES: tuple[Rule, ...] = (
-    architectures_are_declared,
-    kernels_are_declared,
-    backends_are_declared,
-    fa_versions_are_declared,
+    names_are_declared,
     dims_blocks_are_declared,
-    features_are_declared,
-    dtypes_are_known,
     requirements_are_readable,
     names_belong_to_one_architecture,
     limits_are_unique,
-    families_are_declared,
     blocks_have_distinct_dims,
 )
 MEANING_RULES: tuple[Rule, ...] = (
@@ -570,7 +585,8 @@ MEANING_RULES: tuple[Rule, ...] = (
     allowed_cells_can_run,
     version_ranges_hold_a_version,
     bounds_admit_prereleases,
-    every_kernel_has_its_place,
+    orders_name_what_runs,
+    architectures_have_one_order,
     models_have_a_block,
 )
 NOTICE_RULES: tuple[Rule, ...] = (
@@ -579,5 +595,6 @@ NOTICE_RULES: tuple[Rule, ...] = (
     every_block_has_a_backend,
     special_orders_differ,
     lists_are_sorted,
+    rows_are_in_order,
     files_name_their_schema,
 )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mla_prefill.capabilities.findings import read_bytes
 from mla_prefill.capabilities.model import MAX_HEAD_DIM, MLADimensions
 
 #: A config.json is a few kilobytes; a larger file is something else, often the weights.
@@ -88,7 +89,7 @@ class ModelDims:
     notes: tuple[str, ...] = ()
 
     def to_dict(self, block: str | None = None) -> dict[str, Any]:
-        """The stable JSON shape of design section 9; ``block`` is the dims block of the matrix."""
+        """The JSON of `mla-prefill dims`, whose keys are stable; ``block`` is the dims block of the matrix."""
         return {
             "is_mla": True,
             "dims": list(self.dims),
@@ -190,8 +191,9 @@ def _notes(text: _Text, stated: Mapping[str, int | None], dims: MLADimensions) -
     for flag, note in text.rules.get("flags", {}).items():
         if text.values.get(flag) is True:
             yield note
-    if text.rules.get("sparse"):
-        yield "the model uses sparse attention (DSA); these are the dims of its dense prefill"
+    if text.rules.get("sparse") or text.values.get("index_topk"):
+        dense = "the model uses sparse attention (DSA); these are the dims of its dense prefill"
+        yield f"{dense}, which is what a request asks for; needs=['sparse'] (--needs sparse) asks for the other"
 
 
 def _sheet_notes(found: ModelDims, families: Families) -> Iterator[str]:
@@ -229,8 +231,7 @@ def _load_file(path: Path) -> tuple[str, Mapping[str, Any]]:
     try:
         if path.is_dir():
             path = next((path / name for name in FILE_NAMES if (path / name).exists()), path / FILE_NAMES[0])
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        raw = read_bytes(path, MAX_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
         raise ConfigError(f"{_label(path)}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     label = _label(path)

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 #: More of a file is never read.
 MAX_BYTES = 8 * 1024 * 1024
+
+
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """A file's content, and one byte more than ``limit`` where it is longer.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: a pipe or a device may never end, or never begin.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "not a regular file; copy what it holds into one", str(path))
+    with path.open("rb") as file:
+        return file.read(limit + 1)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,6 +106,7 @@ CODES: dict[str, str] = {
     "X381": "the editor modeline is missing",
     "X382": "architectures are not in their order",
     "X383": "a generated page is out of date",
+    "X384": "rows are not in their order",
 }
 
 #: Code -> what to do about it, for the docs page and for code scanning.
@@ -147,6 +162,7 @@ ADVICE: dict[str, str] = {
     "X381": "Run `mla-prefill check --fix`",
     "X382": "Run `mla-prefill check --fix`; by hand where the list takes several lines",
     "X383": "Run `mla-prefill check --fix`",
+    "X384": "Run `mla-prefill check --fix`; by hand where it cannot tell which row a comment or blank line belongs to",
 }
 
 

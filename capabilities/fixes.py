@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mla_prefill.capabilities import checks, load
 from mla_prefill.capabilities.findings import Finding
+from mla_prefill.capabilities.row_order import Misplaced, move
 from mla_prefill.capabilities.source import SourceFile
 
 MODELINE = "# yaml-language-server: $schema=../schema/{kind}.schema.json\n"
@@ -18,11 +19,12 @@ def fix(path: Path | None, extra: Sequence[str | Path] = ()) -> Iterator[str]:
     """Mends the data at ``path`` (None: the shipped data) or, where overlays are given, these; names what changed."""
     sources = load.gather(path, extra)
     findings = [f for f in checks.check(sources) if f.fixable]
+    misplaced = list(checks.misplaced_rows(checks.Sheets(sources))) if any(f.code == "X384" for f in findings) else []
     for kind, source, target in _own(sources, path, extra):
-        content = mended(source, kind, [f for f in findings if f.path == source.label])
-        if content != source.raw:
-            write(target, content)
-            yield str(target)
+        if not (own := [f for f in findings if f.path == source.label]):
+            continue
+        write(target, mended(source, kind, own, [rows for file, rows in misplaced if file is source]))
+        yield str(target)
     if path is None and not extra:
         sources = load.gather()
         if not checks.check(sources, notices=False) and checks.compiled_form_is_current(sources):
@@ -44,18 +46,21 @@ def _own(
             yield kind, source, path
 
 
-def mended(source: SourceFile, kind: str, findings: Sequence[Finding]) -> bytes:
-    """The file's bytes with lists in order and a modeline; nothing else moves."""
-    lines = source.raw.decode("utf-8", "surrogateescape").split("\n")
+def mended(source: SourceFile, kind: str, findings: Sequence[Finding], misplaced: Iterable[Misplaced] = ()) -> bytes:
+    """The file's bytes with architectures and rows in order and a modeline; nothing else moves."""
+    lines = list(source.lines)
     for finding in sorted(findings, reverse=True):
         if finding.code == "X382":
             line, start = lines[finding.line - 1], finding.column - 1
             end = line.index("]", start) + 1
             lines[finding.line - 1] = line[:start] + finding.hint.removeprefix("write ") + line[end:]
-    content = "\n".join(lines).encode("utf-8", "surrogateescape")
-    if any(finding.code == "X381" for finding in findings):
-        content = MODELINE.format(kind=kind).encode() + content.removeprefix(b"\xef\xbb\xbf")
-    return content
+    movable = {(finding.line, finding.column) for finding in findings if finding.code == "X384"}
+    for rows in misplaced:
+        if rows.marks(source)[0] in movable:
+            move(lines, source.at_path(rows.path), rows.order)
+    modeline = any(finding.code == "X381" for finding in findings)
+    head = MODELINE.format(kind=kind) if modeline else "\ufeff" if source.raw.startswith(b"\xef\xbb\xbf") else ""
+    return "".join([head, *lines]).encode()
 
 
 def write(path: Path, content: bytes) -> None:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities import versions
-from mla_prefill.capabilities.findings import MAX_BYTES, nearest
+from mla_prefill.capabilities.findings import nearest, read_bytes
 from mla_prefill.capabilities.model import (
     Architecture,
     Block,
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 #: A kernel that is given a padded V writes rows as wide as qk, so never into the caller's buffer.
 _LOST_BY_PADDING = frozenset({"out"})
-
-
+#: What drivers write before a product's name, and people leave out.
 BRANDS = ("nvidia", "amd", "instinct", "geforce")
 
 
@@ -203,8 +202,8 @@ class Matrix:
 
         found = []
         for label, path in self._measured:
-            with suppress(OSError, ValueError), path.open("rb") as file:
-                found.append(read(label, file.read(MAX_BYTES + 1)))
+            with suppress(OSError, ValueError):
+                found.append(read(label, read_bytes(path)))
         return tuple(sorted(found, key=lambda profile: profile.date, reverse=True))
 
     @property
@@ -295,9 +294,8 @@ class Matrix:
             dtypes=(limit and limit.dtypes) or kernel.dtypes,
             provides=kernel.provides - _LOST_BY_PADDING if fit and fit.pad_v_to else kernel.provides,
             lse=kernel.lse,
-            proof=self.proof(kernel.name, arch, dims),
-            proven=self.proven(kernel.name, arch, dims),
             source=row.source if row else kernel.source,
+            **self._evidence(kernel.name, arch, dims),
         )
         offers: tuple[Offer, ...] = ()
         if fit is not None:
@@ -306,8 +304,8 @@ class Matrix:
             for provider in kernel.providers:
                 if provider.arch is None or arch in provider.arch:
                     # What one package's build was shown to do says nothing of another's.
-                    where = (kernel.name, arch, dims, versions.canonical(provider.distribution))
-                    own = replace(candidate, proof=self.proof(*where), proven=self.proven(*where))
+                    build = versions.canonical(provider.distribution)
+                    own = replace(candidate, **self._evidence(kernel.name, arch, dims, build))
                     offer = _offer(own, provider, requires, bad)
                     offers += () if offer is None else (offer,)
             if offers:
@@ -315,17 +313,15 @@ class Matrix:
         excuse = self.excuse_for(arch, dims, kernel.name) if offers and row is None else None
         return Cell(kernel, limit, fit, row, rank, order, offers, candidate, excuse)
 
-    def proof(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None = None) -> str:
+    def proof(self, kernel: str, arch: str, dims: MLADimensions) -> str:
         """How well a cell is known: source, built, run, measured or contradicted (the records in data/evidence)."""
-        return self._record(kernel, arch, dims, distribution)[0]
+        return str(self._evidence(kernel, arch, dims)["proof"])
 
-    def proven(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None = None) -> str:
-        """With what `proof` was shown: ``flash-attn-4 4.0.0b36, NVIDIA H200, bfloat16``; empty for ``source``."""
-        return self._record(kernel, arch, dims, distribution)[1]
-
-    def _record(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None) -> Sequence[str]:
+    def _evidence(self, kernel: str, arch: str, dims: MLADimensions, *distribution: str) -> dict[str, Any]:
+        """A candidate's ``proof``, and with what it was ``proven``; of a cell, or of one package's build for it."""
         cell = f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}"
-        return self._proof.get(cell if distribution is None else f"{cell} {distribution}", ("source", ""))
+        proof, proven = self._proof.get(" ".join((cell, *distribution)), ("source", ""))
+        return {"proof": proof, "proven": proven}
 
 
 def _offer(
@@ -488,10 +484,14 @@ def _not_allowed(raw: Mapping[str, Any]) -> NotAllowed:
     return NotAllowed(_tuple(raw["arch"]), _tuple(raw["kernels"]), _tuple(raw.get("dims")), raw["reason"], raw["@"])
 
 
+def dims_of(block: Mapping[str, Any]) -> MLADimensions:
+    """The dims of a block as matrix.yaml has it. Raises ValueError where no model has such."""
+    dims = block["dims"]
+    return MLADimensions(dims["qk_nope"], dims["qk_rope"], dims["v_head"])
+
+
 def _block(name: str, raw: Mapping[str, Any]) -> Block:
-    dims = raw["dims"]
-    triple = MLADimensions(dims["qk_nope"], dims["qk_rope"], dims["v_head"])
-    return Block(name, triple, tuple(map(_row, raw["allow"])), raw["@"])
+    return Block(name, dims_of(raw), tuple(map(_row, raw["allow"])), raw["@"])
 
 
 def _order(raw: Mapping[str, Any]) -> Order:

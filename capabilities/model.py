@@ -246,7 +246,7 @@ class Candidate:
     proven: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The stable JSON shape of design section 9."""
+        """As one entry of the JSON of `mla-prefill select`; its keys are stable."""
         return {
             "backend": self.backend,
             "kernel": self.kernel,

@@ -18,6 +18,7 @@ from mla_prefill.capabilities.findings import MatrixError
 from mla_prefill.capabilities.load import Sources
 from mla_prefill.capabilities.matrix import Cell, Matrix
 from mla_prefill.capabilities.model import MLADimensions
+from mla_prefill.capabilities.row_order import place, ranks
 from mla_prefill.capabilities.source import SourceFile
 from mla_prefill.capabilities.tables import columns
 
@@ -151,19 +152,19 @@ def propose(matrix: Matrix, name: str, dims: MLADimensions) -> Proposal:
 
 # ---- the answer to one cell -----------------------------------------------------------------------------------------
 
-#: (kernel, arch) -> where the first row that allows it stands among all rows, and the vendors of its architectures.
-Precedents = Mapping[tuple[str, str], tuple[int, frozenset[str]]]
+#: (kernel, arch) -> the vendors of the architectures in the first row that allows it.
+Precedents = Mapping[tuple[str, str], frozenset[str]]
 
 
 def _precedents(matrix: Matrix) -> Precedents:
-    found: dict[tuple[str, str], tuple[int, frozenset[str]]] = {}
-    rows = [(block.dims, row) for block in matrix.blocks.values() for row in block.rows]
-    for position, (dims, row) in enumerate(rows):
-        vendors = frozenset(matrix.architectures[arch].vendor for arch in row.arch)
-        for arch in row.arch:
-            for cell in matrix.cells(arch, dims):
-                if cell.row is row and cell.fit:
-                    found.setdefault((cell.kernel.name, arch), (position, vendors))
+    found: dict[tuple[str, str], frozenset[str]] = {}
+    for block in matrix.blocks.values():
+        for row in block.rows:
+            vendors = frozenset(matrix.architectures[arch].vendor for arch in row.arch)
+            for arch in row.arch:
+                for cell in matrix.cells(arch, block.dims):
+                    if cell.row is row and cell.fit:
+                        found.setdefault((cell.kernel.name, arch), vendors)
     return found
 
 
@@ -203,25 +204,25 @@ def _pair(dims: MLADimensions) -> tuple[int, int]:
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
-Group = tuple[str, tuple[str, ...], frozenset[str]]
-
-
 def _rows(matrix: Matrix, proposed: Mapping[str, Sequence[Cell]], precedents: Precedents) -> list[Row]:
-    """Architectures of equal answers in one row, rows in the order in which the blocks at hand have theirs."""
-    groups: dict[Group, list[str]] = {}
+    """Architectures of equal answers in one row, rows in the order that `check` asks for."""
+    groups: dict[tuple[str, tuple[str, ...], frozenset[str]], list[str]] = {}
     for arch, cells in proposed.items():
         for backend in matrix.backends:
             if kernels := tuple(cell.kernel.name for cell in cells if cell.kernel.backend == backend):
-                groups.setdefault((backend, kernels, precedents[kernels[0], arch][1]), []).append(arch)
+                groups.setdefault((backend, kernels, precedents[kernels[0], arch]), []).append(arch)
+    kernel_ranks, arch_ranks = ranks(matrix.kernels), ranks(matrix.architectures)
+    rows = [(kernels, _row(matrix, backend, kernels, arches)) for (backend, kernels, _), arches in groups.items()]
+    rows.sort(key=lambda row: place(row[0], _fa_versions(matrix, row[0]), row[1]["arch"], kernel_ranks, arch_ranks))
+    return [row for _, row in rows]
 
-    def place(group: Group) -> int:
-        return min(precedents[kernel, arch][0] for kernel in group[1] for arch in groups[group])
 
-    return [_row(matrix, group[0], group[1], groups[group]) for group in sorted(groups, key=place)]
+def _fa_versions(matrix: Matrix, kernels: Sequence[str]) -> list[int]:
+    return sorted({fa for name in kernels if (fa := matrix.kernels[name].fa_version) is not None})
 
 
 def _row(matrix: Matrix, backend: str, kernels: Sequence[str], arches: list[str]) -> Row:
-    fa_versions = sorted({fa for k in kernels if (fa := matrix.kernels[k].fa_version) is not None})
+    fa_versions = _fa_versions(matrix, kernels)
     row: dict[str, Any] = {"arch": arches}
     if fa_versions:
         row["fa_version"] = fa_versions if len(fa_versions) > 1 else fa_versions[0]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
-from mla_prefill.capabilities.findings import MAX_BYTES, Finding, MatrixError
+from mla_prefill.capabilities.findings import MAX_BYTES, Finding, MatrixError, read_bytes
 
 MAX_DEPTH = 32
 #: Characters of a finding's message: what it quotes may be megabytes long.
@@ -34,6 +35,8 @@ _AMBIGUOUS = re.compile(
     | = | <<
     ) \Z"""
 )
+#: What YAML 1.1 takes for the end of a line, PyYAML's marks too: more than "\n".
+_LINE_END = re.compile("(?<=[\n\x85\u2028\u2029])|(?<=\r)(?!\n)")
 _CONSTANTS: dict[str, Any] = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 Mark = tuple[int, int]
@@ -84,6 +87,18 @@ class SourceFile:
                 break
         return mark
 
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """The text as its reader counts lines, each with its line break; without a byte order mark."""
+        return tuple(_LINE_END.split(self.raw.decode("utf-8-sig")))
+
+    def at_path(self, path: Sequence[str | int]) -> Any:
+        """The value at ``path``."""
+        node = self.data
+        for step in path:
+            node = node[step]
+        return node
+
     def at(self, *path: str | int) -> str:
         """``label:line`` of the key at ``path``: the provenance that a row carries."""
         return f"{self.label}:{self.locate(path, key=True)[0]}"
@@ -95,10 +110,8 @@ def _bounded(text: str) -> str:
 
 
 def read_file(path: Path, label: str | None = None) -> SourceFile:
-    """Reads one file, at most `MAX_BYTES` of it. Raises OSError where the path cannot be read."""
-    with path.open("rb") as file:
-        raw = file.read(MAX_BYTES + 1)
-    return SourceFile(label or str(path), raw)
+    """Reads one file, hardly more than `MAX_BYTES` of it. Raises OSError where the path cannot be read."""
+    return SourceFile(label or str(path), read_bytes(path))
 
 
 def parse(source: SourceFile) -> list[Finding]:

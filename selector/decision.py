@@ -11,6 +11,9 @@ from mla_prefill.selector.environment import Environment
 from mla_prefill.selector.reasons import Reason
 from mla_prefill.selector.request import Request
 
+#: Features that have a kernel compute in another dtype than that of the request, which is then its output's.
+COMPUTES_IN = {"fp8_query": "float8_e4m3fn"}
+
 
 class Verdict(NamedTuple):
     """One candidate and the reasons against it. Eligible means: no reasons, or only ``lower-priority``."""
@@ -70,6 +73,30 @@ class Decision:
     matrix: Matrix = field(repr=False)
 
     @property
+    def compute_dtype(self) -> str | None:
+        """The dtype that the chosen candidate computes in, which q, k and v are to have; None without one."""
+        if self.chosen is None:
+            return None
+        request = self.request
+        met = (*request.needs, *(wish for wish in request.prefers if wish not in self.unmet))
+        return next((COMPUTES_IN[feature] for feature in met if feature in COMPUTES_IN), request.dtype)
+
+    @property
+    def unmet(self) -> tuple[str, ...]:
+        """The features of ``Request.prefers`` that the chosen candidate does not provide."""
+        provided = self.chosen.provides if self.chosen else frozenset(self.request.prefers)
+        return tuple(wish for wish in self.request.prefers if wish not in provided)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A line for each of `unmet`: what is computed in its place, and what speaks against each kernel that could."""
+        if not self.unmet:
+            return ()
+        from mla_prefill.selector.hints import why_unmet  # evaluates the engine again
+
+        return tuple(why_unmet(self, wish) for wish in self.unmet)
+
+    @property
     def rejected(self) -> tuple[Verdict, ...]:
         """Every other candidate with its reasons, eligible ones (``lower-priority``) included."""
         return tuple(v for v in self.verdicts if v.verdict != "chosen")
@@ -94,15 +121,17 @@ class Decision:
             return f"mla-prefill: no backend for {self.request.dims} {self.request.dtype} on {self.arch}"
         c = self.chosen
         provider = f" from {c.provider} {(self.environment.installed or {}).get(c.provider, '')}" if c.provider else ""
-        pad = f", V padded to {c.pad_v_to}" if c.pad_v_to else ""
+        how = f", V padded to {c.pad_v_to}" if c.pad_v_to else ""
+        how += f", computes in {self.compute_dtype}" if self.compute_dtype != self.request.dtype else ""
+        how += f", without {', '.join(self.unmet)}" if self.unmet else ""
         why = f"; {', '.join(map(str, self.constraints))}" if self.constraints else ""
         return (
             f"mla-prefill: {c.backend}/{c.kernel}{provider.rstrip()} for {self.request.dims} {self.request.dtype} on "
-            f"{self.arch}{pad} (row {c.source}{why})"
+            f"{self.arch}{how} (row {c.source}{why})"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON of design section 9."""
+        """The JSON of `mla-prefill select`, whose keys and codes are stable; messages are for people."""
         return {
             "request": self.request.to_dict(),
             "arch": self.arch,
@@ -110,6 +139,8 @@ class Decision:
             "candidates": [v.to_dict() for v in self.verdicts],
             "constraints": [c._asdict() for c in self.constraints],
             "notes": list(self.notes),
+            "compute_dtype": self.compute_dtype,
+            "warnings": list(self.warnings),
             "hints": [h.text for h in self.hints],
             "matrix": {"fingerprint": self.matrix.fingerprint, "schema_version": self.matrix.schema_version},
         }
@@ -125,7 +156,7 @@ class Decision:
         if hints := self.hints:
             lines += ["", "what would change it:" if self.chosen else "what would help:"]
             lines += [f"  {hint.text}" for hint in hints]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"note: {note}" for note in self.notes] + [f"warning: {warning}" for warning in self.warnings]
         return "\n".join([*lines, "", f"matrix {self.matrix.fingerprint[:16]}"])
 
     def _rejected_lines(self) -> list[str]:
@@ -161,11 +192,13 @@ class Decision:
             lines.append(f"  provider: {c.provider} {(self.environment.installed or {}).get(c.provider, '')}".rstrip())
         if c.requires:
             lines.append(f"  requires: {', '.join(c.requires)}")
+        lines.append(f"  computes in: {self.compute_dtype}")
         lines.append(f"  V: {'zero-padded to ' + str(c.pad_v_to) if c.pad_v_to else 'as it is'}")
         lines.append(f"  proof: {c.proof}{f' ({c.proven})' if c.proven else ''}   row: {c.source}")
         order = self.matrix.order_for(self.arch, self.request.dims)
         if order and not self.notes:  # under the measured policy a note says what the order rests on
-            lines.append(f"  order: {order.source}")
+            met = [wish for wish in self.request.prefers if wish not in self.unmet]
+            lines.append(f"  order: {', '.join(met) + ' is preferred, then ' if met else ''}{order.source}")
         chosen = next(v for v in self.verdicts if v.verdict == "chosen")
         return lines + [f"  warning: {note}" for note in chosen.notes]
 

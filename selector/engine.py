@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +17,7 @@ from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.findings import MatrixError, nearest
 from mla_prefill.capabilities.load import load_matrix
 from mla_prefill.capabilities.matrix import Cell, Matrix, Offer, UnknownNameError
+from mla_prefill.capabilities.model import Candidate
 from mla_prefill.selector import renamed, telling
 from mla_prefill.selector.decision import Constraint, Decision, NoBackendError, Verdict
 from mla_prefill.selector.environment import VARIABLES, VISIBLE_DEVICES, Environment, Overrides
@@ -180,6 +183,11 @@ def decide(request: Request, environment: Environment, matrix: Matrix) -> Decisi
     errors = dict(environment.import_errors)
     cells = matrix.cells(arch, request.dims)
     weighed = [_weigh(cell, request, arch, asked, installed, errors) for cell in cells]
+    if request.prefers:
+        weigh = partial(_weigh, arch=arch, asked=asked, installed=installed, errors=errors)
+        weighed = [
+            v if v.reasons else _granting(v, cell, request, weigh) for v, cell in zip(weighed, cells, strict=True)
+        ]
     eligible = [verdict for verdict in weighed if not verdict.reasons]
     order = matrix.order_for(arch, request.dims)
     source = order.source if order else None
@@ -188,14 +196,36 @@ def decide(request: Request, environment: Environment, matrix: Matrix) -> Decisi
         from mla_prefill.selector import measured  # profiles are read only for who asks for them
 
         eligible, source, notes = measured.ordered(eligible, request, environment, arch, matrix, source)
+    # The one exception to the order: what provides a preferred feature comes first, the most wanted feature deciding.
+    eligible.sort(key=lambda verdict: [wish not in verdict.candidate.provides for wish in request.prefers])
     chosen = eligible[0].candidate if eligible else None
     verdicts = [verdict._replace(verdict="chosen") for verdict in eligible[:1]]
     for verdict in eligible[1:]:
-        reason = Reason("lower-priority", verdict.candidate.kernel, eligible[0].candidate.kernel, arch, source)
+        reason = _lower(verdict.candidate, eligible[0].candidate, request, arch, source)
         verdicts.append(verdict._replace(verdict="eligible", reasons=(reason,)))
     verdicts += [verdict for verdict in weighed if verdict.reasons]
     notes = (*asked.notes, *notes)
     return Decision(request, environment, arch, chosen, tuple(verdicts), asked.constraints, notes, matrix)
+
+
+def _granting(verdict: Verdict, cell: Cell, request: Request, weigh: Callable[[Cell, Request], Verdict]) -> Verdict:
+    """An eligible kernel as it provides what is preferred, where asking for that as a need leaves it eligible."""
+    refused = set()
+    for wish in request.prefers:
+        needing = request._replace(needs=tuple(sorted((*request.needs, wish))))
+        if (granting := weigh(cell, needing)).reasons:
+            refused.add(wish)  # it may have the feature, and be known bad with it
+        else:
+            verdict, request = granting, needing
+    candidate = verdict.candidate
+    return verdict._replace(candidate=replace(candidate, provides=candidate.provides - refused))
+
+
+def _lower(candidate: Candidate, first: Candidate, request: Request, arch: str, source: str | None) -> Reason:
+    """Why an eligible candidate is not the chosen one: the order, or a preferred feature that it lacks."""
+    lacks = [wish for wish in request.prefers if wish in first.provides and wish not in candidate.provides]
+    where = f"{arch}, where {', '.join(lacks)} is preferred" if lacks else arch
+    return Reason("lower-priority", candidate.kernel, first.kernel, where, None if lacks else source)
 
 
 def _asked(request: Request, environment: Environment, matrix: Matrix) -> _Asked:
@@ -224,8 +254,9 @@ def _asked(request: Request, environment: Environment, matrix: Matrix) -> _Asked
         constraints.append(
             Constraint("disable", ", ".join(overrides.disable), "environment variable MLA_PREFILL_DISABLE")
         )
-    if request.needs:
-        constraints.append(Constraint("needs", ", ".join(request.needs), "argument"))
+    for name, features in (("needs", request.needs), ("prefers", request.prefers)):
+        if features:
+            constraints.append(Constraint(name, ", ".join(features), "argument"))
     asked = _Asked(backend, fa_version, overrides.disable, tuple(constraints), tuple(notes))
     _require_known(asked, request, matrix)
     return asked
@@ -254,9 +285,9 @@ def _require_known(asked: _Asked, request: Request, matrix: Matrix) -> None:
         raise UnknownNameError(
             f"no kernel has FlashAttention version {asked.fa_version} ({origins['fa_version']}); known: {known}"
         )
-    for need in request.needs:
-        if need not in matrix.features:
-            raise UnknownNameError(f"unknown feature {need!r}; {nearest(need, matrix.features)}")
+    for feature in (*request.needs, *request.prefers):
+        if feature not in matrix.features:
+            raise UnknownNameError(f"unknown feature {feature!r}; {nearest(feature, matrix.features)}")
     if asked.backend and asked.fa_version is not None and not _can_hold(matrix, asked.backend, asked.fa_version):
         raise UnknownNameError(
             f"{asked.backend} ({origins['backend']}) has no FlashAttention version {asked.fa_version} "

@@ -1,4 +1,7 @@
-"""What would help: changes of environment or request, each of them tried before it is proposed."""
+"""What would help: changes of environment or request, each of them tried before it is proposed.
+
+And why a preferred feature is not provided.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterator
 
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.matrix import Offer
-from mla_prefill.selector.decision import Decision, Hint, Verdict
+from mla_prefill.selector.decision import COMPUTES_IN, Decision, Hint, Verdict
 from mla_prefill.selector.engine import decide
 from mla_prefill.selector.environment import Environment
 from mla_prefill.selector.request import Request
@@ -30,6 +33,24 @@ def hints(decision: Decision) -> tuple[Hint, ...]:
     return tuple(found[:MAX_HINTS])
 
 
+def why_unmet(decision: Decision, wish: str) -> str:
+    """Why a preferred feature is not provided: the reasons against each kernel that can provide it at all."""
+    request, kernels, chosen = decision.request, decision.matrix.kernels, decision.kernel
+    earlier = request.prefers[: request.prefers.index(wish)]
+    needed = (*request.needs, *(other for other in earlier if other not in decision.unmet), wish)
+    again = decide(_changed(request, needs=needed), decision.environment, decision.matrix)
+    needing = {verdict.candidate.kernel: verdict for verdict in again.verdicts}
+    against = [
+        reason.message
+        for verdict in decision.verdicts
+        if wish in kernels[verdict.candidate.kernel].provides
+        for reason in (verdict if verdict.verdict == "rejected" else needing[verdict.candidate.kernel]).reasons
+    ]
+    stays = f", so q, k and v stay in {decision.compute_dtype}" if wish in COMPUTES_IN else ""
+    why = "; ".join(against) or "no kernel provides it"
+    return f"{wish} is preferred, but {chosen.label} for {request.dims} on {decision.arch} is without{stays}: {why}"
+
+
 def _worth_having(decision: Decision) -> list[Verdict]:
     """The rejected candidates that would be better than what was chosen, best first."""
     rejected = [v for v in decision.verdicts if v.verdict == "rejected"]
@@ -37,7 +58,7 @@ def _worth_having(decision: Decision) -> list[Verdict]:
     if decision.chosen is None or order is None or decision.chosen.kernel not in order.order:
         return rejected
     better = order.order[: order.order.index(decision.chosen.kernel)]
-    return [v for v in rejected if v.candidate.kernel in better]
+    return [v for v in rejected if v.candidate.kernel in better or not v.candidate.provides.isdisjoint(decision.unmet)]
 
 
 def _tried(decision: Decision, verdict: Verdict) -> Iterator[Hint]:

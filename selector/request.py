@@ -83,6 +83,7 @@ class _Fields(NamedTuple):
     needs: tuple[str, ...]
     policy: str
     shape: BatchShape | None
+    prefers: tuple[str, ...]
 
 
 class Request(_Fields):
@@ -96,6 +97,8 @@ class Request(_Fields):
         needs: features the kernel must provide: ``lse``, ``out``, ``fp8_query`` ... (see ``Matrix.features``).
         policy: ``default`` (the reviewed order) or ``measured`` (a timing profile of this GPU where one applies).
         shape: the batch to choose for under ``measured``; without, the kernel that is best over all measured shapes.
+        prefers: features it should provide, most wanted first: what provides them comes before the order of priority,
+            and ``Decision.warnings`` says why one is not met.
         phase: only ``prefill`` is answered.
 
     Raises:
@@ -113,6 +116,7 @@ class Request(_Fields):
         needs: Iterable[str] = (),
         policy: str = "default",
         shape: BatchShape | None = None,
+        prefers: Iterable[str] = (),
         *,
         phase: str = "prefill",
     ) -> Request:
@@ -122,22 +126,19 @@ class Request(_Fields):
             raise RequestError(f"unknown policy {policy!r}; {nearest(policy, POLICIES)}")
         if fa_version is not None and type(fa_version) is not int:
             raise RequestError(f"fa_version must be a whole number such as 3, got {fa_version!r}")
-        if isinstance(needs, str) or not isinstance(needs, Iterable):
-            raise RequestError(f"needs must be a list of features such as ['lse'], got {needs!r}")
-        needs = tuple(needs)
-        if not all(isinstance(need, str) for need in needs):
-            raise RequestError(f"needs must be a list of features such as ['lse'], got {list(needs)!r}")
         if shape is not None and not isinstance(shape, BatchShape):
             raise RequestError(f"shape must be a BatchShape such as BatchShape(8, 512, heads=16), got {shape!r}")
+        needs = tuple(sorted(_features("needs", needs)))
         return super().__new__(
             cls,
             _dims(dims),
             dtype_name(dtype),
             fa_version,
             None if backend is None else str(backend),
-            tuple(sorted(set(needs))),
+            needs,
             policy,
             shape,
+            tuple(wish for wish in _features("prefers", prefers) if wish not in needs),
         )
 
     @classmethod
@@ -177,8 +178,9 @@ class Request(_Fields):
     def from_vllm(cls, vllm_config: Any, layer: int | None = None, **request: Any) -> Request:
         """The request of a vLLM engine: its model, its dtype, and what its MLA layers need of a prefill.
 
-        A backend or FlashAttention version that vLLM was told to use is forced here too. Arguments in ``request``
-        beat what the configuration says.
+        A backend or FlashAttention version that vLLM was told to use is forced here too. Where it was told to quantise
+        the query for an FP8 KV cache (``use_prefill_query_quantization``), an FP8 query is preferred and not needed, as
+        vLLM goes on in 16 bit without. Arguments in ``request`` beat what the configuration says.
 
         Args:
             vllm_config: a ``vllm.config.VllmConfig``.
@@ -187,31 +189,52 @@ class Request(_Fields):
         Raises:
             NotMLAError, RequestError, ConfigError: as `from_config`.
         """
-        model, attention = vllm_config.model_config, vllm_config.attention_config
-        if not model.use_mla:
+        try:
+            model, attention = vllm_config.model_config, vllm_config.attention_config
+            uses_mla, hf_config, dtype = model.use_mla, model.hf_config, model.dtype
+            fp8_cache = vllm_config.cache_config.cache_dtype.startswith("fp8")
+            fp8_query = fp8_cache and attention.use_prefill_query_quantization
+            told, fa_version = attention.mla_prefill_backend, attention.flash_attn_version
+        except AttributeError as error:
+            given = f"{type(vllm_config).__module__}.{type(vllm_config).__qualname__}"
+            raise RequestError(
+                f"from_vllm takes the vllm.config.VllmConfig of an engine with a model, got {given}: {error}"
+            ) from None
+        if not uses_mla:
             raise NotMLAError("vLLM runs this model with ordinary attention (no MLA, or VLLM_MLA_DISABLE is set)")
-        needs = ["lse", "context_chunk"]
-        if attention.use_prefill_query_quantization and vllm_config.cache_config.cache_dtype.startswith("fp8"):
-            needs.append("fp8_query")
-        told = getattr(attention.mla_prefill_backend, "name", None)
-        backend = None if told in _VLLM_ONLY else told
-        fa_version = attention.flash_attn_version if backend in (None, "FLASH_ATTN") else None
-        asked = {"dtype": model.dtype, "needs": needs, "backend": backend, "fa_version": fa_version}
-        return cls.from_config(model.hf_config, layer, **{**asked, **request})
+        backend = getattr(told, "name", None)
+        backend = None if backend in _VLLM_ONLY else backend
+        asked = {
+            "dtype": dtype,
+            "needs": ["lse", "context_chunk"],
+            "prefers": ["fp8_query"] if fp8_query else [],
+            "backend": backend,
+            "fa_version": fa_version if backend in (None, "FLASH_ATTN") else None,
+        }
+        return cls.from_config(hf_config, layer, **{**asked, **request})
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``request`` part of the JSON of design section 9; ``shape`` only where one was given."""
+        """The ``request`` part of the JSON of `mla-prefill select`; ``shape`` and ``prefers`` only where given."""
         plain = {**self._asdict(), "dims": list(self.dims), "needs": list(self.needs)}
-        shape = plain.pop("shape")
-        return plain if shape is None else {**plain, "shape": shape._asdict()}
+        shape, prefers = plain.pop("shape"), plain.pop("prefers")
+        given = {"shape": shape and shape._asdict(), "prefers": list(prefers)}
+        return plain | {name: value for name, value in given.items() if value}
+
+
+def _features(name: str, given: Any) -> tuple[str, ...]:
+    """The features of ``needs`` or ``prefers``, each once, as given."""
+    listed = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    if not all(isinstance(feature, str) for feature in listed):
+        raise RequestError(f"{name} must be a list of features such as ['lse'], got {given!r}")
+    return tuple(dict.fromkeys(listed))
 
 
 def _dims(dims: MLADimensions | Iterable[int]) -> MLADimensions:
     if isinstance(dims, MLADimensions):
         return dims
-    values = tuple(dims)
+    values = tuple(dims) if isinstance(dims, Iterable) and not isinstance(dims, str) else ()
     if len(values) != 3:
-        raise RequestError(f"dims are three numbers qk_nope, qk_rope, v_head; got {values!r}")
+        raise RequestError(f"dims are three numbers qk_nope, qk_rope, v_head; got {dims!r}")
     try:
         return MLADimensions(*values)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Telling an engine's log what was decided, through the standard library: logger ``mla_prefill``, each thing once.
 
-One INFO line for the choice, a DEBUG line for each rejection. Where nothing has imported ``logging`` nobody listens to
-either, and a cold query is spared the 5 ms of importing it.
+One INFO line for the choice, a DEBUG line for each rejection; where nothing has imported ``logging`` nobody listens to
+either, and a cold query is spared the 5 ms of importing it. A WARNING for each preferred feature that is not provided.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _told: dict[Hashable, object] = {}
 
 
 def decision(decision: Decision) -> None:
-    """Says what was chosen, and at DEBUG level why not the others."""
+    """Says what was chosen, what was preferred in vain, and at DEBUG level why not the others."""
+    for wish, text in zip(decision.unmet, decision.warnings, strict=True):
+        # An engine asks for each layer: what matters is the kind of layer, what was asked, and what came of it.
+        warning("%s", text, once=(decision.request.dims, wish, decision.chosen and decision.chosen.kernel))
     if (logging := sys.modules.get("logging")) is None:
         return
     log = logging.getLogger(LOGGER)
@@ -32,11 +35,14 @@ def decision(decision: Decision) -> None:
             log.debug("not %s: %s", verdict.candidate.kernel, "; ".join(r.message for r in verdict.reasons))
 
 
-def warning(text: str, *arguments: object) -> None:
-    """Something that an operator should mend; the standard library prints it where no logging is set up."""
+def warning(text: str, *arguments: object, once: Hashable = None) -> None:
+    """Something that an operator should mend; the standard library prints it where no logging is set up.
+
+    ``once`` is what tells it from another one, where that is not the text.
+    """
     import logging
 
-    if _first((text, *map(str, arguments))):
+    if _first(once or (text, *map(str, arguments))):
         logging.getLogger(LOGGER).warning(text, *arguments)
 
 

@@ -1,13 +1,15 @@
 """Public reports about the matrix as data, as tests of the shipped data. C09 is in test_select.py, C57 and C58 in
-test_pages.py; C13, C25 and C34 ask for less here than elsewhere, since nothing is ever replaced: see each."""
+test_pages.py."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,16 +50,28 @@ def codes(decision: Decision, kernel: str) -> list[str]:
 # ---- variants and dtypes --------------------------------------------------------------------------------------------
 
 
-def test_c13_a_model_with_sparse_attention_takes_nothing_from_the_dense_prefill(matrix: Matrix) -> None:
-    """Only the dense prefill is answered, and says so: no sparse variant is there that could restrict it."""
+def test_c13_sparse_is_part_of_the_question_and_dense_stays_allowed(matrix: Matrix) -> None:
+    """sm_90, a model with sparse attention, chunked prefill: no kernel takes indices, and dense loses nothing by it."""
     answer = read_config(ROOT / "tests/data/hf_configs/deepseek_v3_2.json", matrix.families)
     assert isinstance(answer, ModelDims)
-    assert answer.dims == DEEPSEEK
-    assert any("sparse" in note for note in answer.notes)
+    assert any("sparse" in note and "--needs sparse" in note for note in answer.notes)
     dense = ask("sm90", answer.dims, matrix, needs=["context_chunk"])
-    assert chosen(dense) == chosen(ask("sm90", DEEPSEEK, matrix, needs=["context_chunk"])) == "fa4"
-    with pytest.raises(RequestError, match="answers prefill only"):
-        Request(answer.dims, phase="sparse_prefill")
+    assert chosen(dense) == "fa4"
+    sparse = ask("sm90", answer.dims, matrix, needs=["context_chunk", "sparse"])
+    assert sparse.chosen is None
+    for kernel in (v.candidate.kernel for v in dense.verdicts):
+        assert {"feature-missing", "arch-unsupported"} & set(codes(sparse, kernel))
+    for kernel in (v.candidate.kernel for v in dense.verdicts if v.verdict != "rejected"):
+        assert codes(sparse, kernel) == ["feature-missing"]
+    assert any("do without sparse: FLASH_ATTN/fa4" in hint.text for hint in sparse.hints)
+
+
+def test_c13_a_config_that_states_sparse_attention_says_so_without_a_family(matrix: Matrix) -> None:
+    dims = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    for index, noted in (({"index_topk": 2048}, True), ({"index_topk": 0}, False), ({}, False)):
+        answer = read_config({**dims, **index}, matrix.families)
+        assert isinstance(answer, ModelDims)
+        assert any("--needs sparse" in note for note in answer.notes) is noted
 
 
 def test_c23_an_fp8_query_is_part_of_the_question(matrix: Matrix) -> None:
@@ -69,25 +83,130 @@ def test_c23_an_fp8_query_is_part_of_the_question(matrix: Matrix) -> None:
     assert chosen(ask("sm100", DEEPSEEK, matrix)) == "fa4"
 
 
-def test_c25_the_compute_dtype_is_stated_and_never_exchanged(matrix: Matrix) -> None:
-    """FP8 that was asked for is computed in FP8 or refused: a 16 bit answer cannot be a silent one."""
+BLACKWELL = {"flashinfer-python": "0.7.4", "flash-attn-4": "4.0.0b36"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "installed", "kernel", "dtype", "why"),
+    [
+        ("sm100", BLACKWELL, "trtllm_ragged", "float8_e4m3fn", None),
+        ("sm100", {"flash-attn-4": "4.0.0b36"}, "fa4", "bfloat16", "trtllm_ragged is not installed"),
+        ("sm90", BLACKWELL, "fa4", "bfloat16", "trtllm_ragged runs on sm100, sm103, sm107, not on sm90"),
+    ],
+)
+def test_c25_fp8_where_a_kernel_can_and_a_warning_where_none_can(
+    arch: str, installed: dict[str, str], kernel: str, dtype: str, why: str | None, matrix: Matrix
+) -> None:
+    decision = ask(arch, DEEPSEEK, matrix, installed, prefers=["fp8_query"])
+    as_json = decision.to_dict()
+    assert (chosen(decision), decision.compute_dtype, as_json["compute_dtype"]) == (kernel, dtype, dtype)
+    assert f"computes in: {dtype}" in decision.explain()
+    assert as_json["request"]["prefers"] == ["fp8_query"]
+    assert as_json["warnings"] == list(decision.warnings)
+    if why is None:
+        assert not decision.warnings
+        assert "computes in float8_e4m3fn" in decision.one_line()
+        assert "trtllm_ragged comes before fa4 on sm100, where fp8_query is preferred" in decision.explain()
+    else:
+        (warning,) = decision.warnings
+        assert f"FLASH_ATTN/fa4 for (128, 64, 128) on {arch}" in warning
+        assert "q, k and v stay in bfloat16" in warning
+        assert why in warning
+        assert f"warning: {warning}" in decision.explain()
+        assert "without fp8_query" in decision.one_line()
+
+
+def test_c25_what_would_grant_the_wish_is_a_hint(matrix: Matrix) -> None:
+    decision = ask("sm100", DEEPSEEK, matrix, {"flash-attn-4": "4.0.0b36"}, prefers=["fp8_query"])
+    hint = next(hint for hint in decision.hints if hint.candidate == "trtllm_ragged")
+    assert decide(hint.request, hint.environment, matrix).compute_dtype == "float8_e4m3fn"
+
+
+def test_c25_a_dtype_that_is_asked_for_is_computed_in_or_refused(matrix: Matrix) -> None:
     asked = ask("sm100", DEEPSEEK, matrix, dtype="float8_e4m3fn", needs=["fp8_query"])
-    assert asked.to_dict()["request"]["dtype"] == "float8_e4m3fn"
-    assert asked.chosen is not None
-    assert "float8_e4m3fn" in asked.chosen.dtypes
+    assert asked.compute_dtype == asked.to_dict()["request"]["dtype"] == "float8_e4m3fn"
     refused = ask("sm90", DEEPSEEK, matrix, dtype="float8_e4m3fn")
     assert refused.chosen is None
+    assert refused.compute_dtype is None
     assert "dtype-unsupported" in codes(refused, "fa4")
     assert any("use dtype bfloat16" in hint.text for hint in refused.hints)
 
 
-def test_c34_one_line_for_each_distinct_decision_not_for_each_layer(
-    matrix: Matrix, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A requested backend is used or refused, so there is no replacement to warn of; what was decided is told once."""
+@pytest.mark.parametrize(
+    ("cache_dtype", "quantised", "prefers"),
+    [
+        ("auto", True, []),
+        ("fp8_e4m3", True, ["fp8_query"]),
+        ("fp8", True, ["fp8_query"]),
+        ("fp8", False, []),  # vLLM keeps the query in 16 bit, so a kernel for FP8 would compute in 16 bit too
+    ],
+)
+def test_c25_the_fp8_query_of_an_engine_is_a_wish(cache_dtype: str, quantised: bool, prefers: list[str]) -> None:
+    hf_config = json.loads((ROOT / "tests/data/hf_configs/deepseek_v3.json").read_text(encoding="utf-8"))
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=True, hf_config=hf_config, dtype="bfloat16"),
+        attention_config=SimpleNamespace(
+            mla_prefill_backend=None, flash_attn_version=None, use_prefill_query_quantization=quantised
+        ),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+    assert Request.from_vllm(engine) == Request(DEEPSEEK, needs=["lse", "context_chunk"], prefers=prefers)
+
+
+def test_a_wish_is_granted_only_where_nothing_speaks_against_the_need(matrix: Matrix) -> None:
+    """The version at hand has the feature and is known bad with it: that is no grant, and the reason is told."""
+    decision = ask("sm100", DEEPSEEK, matrix, {"flash-attn-4": "4.0.0b8"}, prefers=["context_chunk"])
+    assert chosen(decision) == "fa4"
+    assert decision.unmet == ("context_chunk",)
+    assert "crashes when no sequence of a context chunk has keys" in decision.warnings[0]
+    both = {"flash-attn-4": "4.0.0b8", "flash-attn": "2.8.3"}
+    assert chosen(ask("sm100", DEEPSEEK, matrix, both)) == "fa4"
+    assert chosen(ask("sm100", DEEPSEEK, matrix, both, prefers=["context_chunk"])) == "fa2"
+
+
+def test_of_two_wishes_the_first_weighs_more(matrix: Matrix) -> None:
+    for prefers, kernel in ((["fp8_query", "cuda_graph"], "trtllm_ragged"), (["cuda_graph", "fp8_query"], "fa4")):
+        decision = ask("sm100", DEEPSEEK, matrix, prefers=prefers)
+        assert (chosen(decision), decision.unmet) == (kernel, (prefers[1],))
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "cpu"])
+@pytest.mark.parametrize("prefers", [["sparse"], ["fp8_query"], ["out", "fp8_output"]])
+def test_a_wish_excludes_nobody(arch: str, prefers: list[str], matrix: Matrix) -> None:
+    plain, wished = ask(arch, DEEPSEEK, matrix), ask(arch, DEEPSEEK, matrix, prefers=prefers)
+    eligible = [{v.candidate.kernel for v in d.verdicts if v.verdict != "rejected"} for d in (plain, wished)]
+    assert eligible[0] == eligible[1]
+    if set(prefers).isdisjoint(wished.chosen.provides if wished.chosen else ()):
+        assert chosen(plain) == chosen(wished)
+    assert bool(wished.warnings) is bool(wished.unmet)
+
+
+def test_a_wish_nobody_declared_gets_the_nearest_one(matrix: Matrix) -> None:
+    with pytest.raises(UnknownNameError, match="unknown feature 'fp8_qery'; did you mean fp8_query"):
+        ask("sm100", DEEPSEEK, matrix, prefers=["fp8_qery"])
+    with pytest.raises(RequestError, match="prefers must be a list of features"):
+        Request(DEEPSEEK, prefers="fp8_query")
+    assert Request(DEEPSEEK, needs=["fp8_query"], prefers=["fp8_query"]) == Request(DEEPSEEK, needs=["fp8_query"])
+
+
+def test_c34_one_warning_for_each_kind_of_layer_not_for_each_layer(caplog: pytest.LogCaptureFixture) -> None:
+    """60 layers of two geometries, each asking anew: one warning a (dims, wish, kernel), whatever else differs."""
+    geometries = DEEPSEEK, (192, 64, 128)  # dots3-note
+    for layer in range(60):
+        environment = Environment("sm90", device=f"GPU {layer}")  # no two questions have one cached answer
+        select(Request(geometries[layer % 2], prefers=["fp8_query"]), environment, load_matrix())
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [[str(Request(dims).dims) in text for text in warned] for dims in geometries] == [
+        [True, False],
+        [False, True],
+    ]
+    assert all("fp8_query is preferred, but FLASH_ATTN/" in text for text in warned)
+
+
+def test_c34_a_requested_backend_is_never_replaced(matrix: Matrix, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "mla_prefill"):
         for _ in range(60):
-            for dims in (DEEPSEEK, (192, 64, 128)):  # two layer kinds of dots3-note
+            for dims in (DEEPSEEK, (192, 64, 128)):
                 select(Request(dims, backend="FLASH_ATTN"), Environment("sm90"), load_matrix())
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
     assert len(told) == len(set(told)) <= 2

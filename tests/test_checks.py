@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mla_prefill import Environment, Request
 from mla_prefill.backends.records import lined
 from mla_prefill.capabilities import Matrix, MatrixError, MLADimensions, checks, fixes, load, load_matrix
 from mla_prefill.capabilities.findings import CODES, Finding
 from mla_prefill.capabilities.report import FORMATS
+from mla_prefill.capabilities.source import SourceFile, parse_or_raise
+from mla_prefill.selector.diff import diff
 from mla_prefill.selector.engine import decide
 
 Edit = Callable[[str, str, str], Path]
@@ -61,6 +66,8 @@ CASES = [
     ("X351", "matrix.yaml", "  - arch: [sm70]\n    kernels: [torch_efficient, torch_math]", "  - arch: [sm70]\n    kernels: [torch_math]", "deepseek_v3 has no backend on sm70"),
     ("X382", "matrix.yaml", "[sm80, sm86, sm87, sm89], fa_version: 2", "[sm86, sm80, sm87, sm89], fa_version: 2", "write [sm80, sm86, sm87, sm89]"),
     ("X382", "kernels.yaml", "arch: [sm80, sm86, sm87, sm89, sm90]\n        widths", "arch: [sm80, sm86, sm87, sm90, sm89]\n        widths", "write [sm80, sm86, sm87, sm89, sm90]"),
+    ("X384", "matrix.yaml", f"{FA2_ROW}\n", f"{FA_ROW}\n      {FA2_ROW}\n", "the row of line 78 comes before this one"),
+    ("X384", "matrix.yaml", "- arch: [sm80, sm86, sm87, sm89]\n    kernels: [fa3]", "- arch: [sm80, sm86, sm87, sm89]\n    kernels: [cudnn]", "the row of line 35 comes before this one"),
     ("X381", "matrix.yaml", "# yaml-language-server", "# yaml-server", "no editor modeline"),
 ]  # fmt: skip
 
@@ -295,6 +302,119 @@ def test_fix_restores_a_modeline(edited: Edit) -> None:
     assert after.endswith(before)
     assert list(fixes.fix(folder)) == []
     assert not [f for f in findings_of(folder) if f.code == "X381"]
+
+
+# ---- the order of rows ----------------------------------------------------------------------------------------------
+
+#: Rows in order, in every layout; the second and third have comments of their own.
+ROWS = [
+    "      - {arch: [sm80, sm89], fa_version: 2, backends: [FLASH_ATTN]}",
+    "      # What Hopper runs.\n      # All of it.\n      - arch: [sm90]  # H100\n        fa_version: [2, 3]\n"
+    "        backends: [FLASH_ATTN]\n        note: >-\n          two\n\n          paragraphs",
+    "      # FA4 apart.\n      - {arch: [sm90], fa_version: 4,\n         backends: [FLASH_ATTN]}",
+    '      - arch: [sm80]\n        # inside\n        backends: [FLASHINFER]\n        note: "#1"\n        kernels: [flashinfer_fa2]',
+    "      - {arch: [sm90], backends: [TORCH_SDPA]}",
+]
+SITE = """schema_version: 1
+# Ours.
+matrix:
+  site:  # a site
+    dims: {{qk_nope: 96, qk_rope: 32, v_head: 96}}
+    sources: [{{kind: docs, ref: here}}]
+    allow:  # rows
+{rows}
+
+  # The next one.
+  other:
+    dims: {{qk_nope: 160, qk_rope: 32, v_head: 128}}
+    sources: [{{kind: docs, ref: here}}]
+    allow:
+      - {{arch: [sm90], fa_version: 3, backends: [FLASH_ATTN]}}
+"""
+
+
+def site(rows: Iterable[str]) -> str:
+    return SITE.format(rows="\n".join(rows))
+
+
+def mended(path: Path, text: str) -> str:
+    path.write_bytes(text.encode())
+    list(fixes.fix(None, [path]))
+    return path.read_bytes().decode()
+
+
+@pytest.fixture(scope="module")
+def shipped() -> load.Sources:
+    sources = load.gather()
+    for _, source in sources.all():
+        parse_or_raise(source)
+    return sources
+
+
+@settings(deadline=None)
+@given(st.permutations(ROWS), st.sampled_from(["\n", "\r\n", "\r", "\u2028"]), st.sampled_from(["", "\ufeff"]))
+def test_fix_puts_rows_in_order_with_their_comments_and_moves_nothing_else(
+    shipped: load.Sources, rows: list[str], newline: str, mark: str
+) -> None:
+    """But for a comment above the first row, which may be about the whole list: then all stays as it is."""
+    text, wanted = ((mark + site(order)).replace("\n", newline).encode() for order in (rows, ROWS))
+    source = parse_or_raise(SourceFile("site.yaml", text))
+    sheets = checks.Sheets(replace(shipped, overlays=[("matrix", source)]))
+    found = list(checks.rows_are_in_order(sheets))
+    assert [f.code for f in found] == ["X384"] * (rows != ROWS)
+    movable = not rows[0].lstrip().startswith("#")
+    assert all(f.fixable is movable and f.severity == "notice" for f in found)
+    fixable = [f for f in found if f.fixable]
+    misplaced = [rows for _, rows in checks.misplaced_rows(sheets)]
+    assert fixes.mended(source, "matrix", fixable, misplaced) == (wanted if movable else text)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [ROWS[4], "", ROWS[0]],
+        [ROWS[4], "    # of the block, or of the row?", ROWS[0]],
+        [ROWS[4], "          # deeper", ROWS[0]],
+        [ROWS[4], ROWS[0], "      # at the end"],
+        ["      # at the start", ROWS[4], ROWS[0]],
+        ["      -", ROWS[4].replace("-", " ", 1), ROWS[0]],
+        ["      - # why", ROWS[4].replace("-", " ", 1), ROWS[0]],
+        [f"      [{ROWS[4].strip(' -')},", f"       {ROWS[0].strip(' -')}]"],
+    ],
+)
+def test_rows_whose_lines_cannot_be_told_apart_are_left_alone(tmp_path: Path, rows: list[str]) -> None:
+    path = tmp_path / "site.yaml"
+    text = site(rows)
+    assert mended(path, text) == text
+    (found,) = (f for f in checks.check_path(None, [path]) if f.code == "X384")
+    assert not found.fixable
+    assert "by hand" in found.hint
+
+
+def test_fix_mends_the_order_of_rows_and_of_architectures_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    jumbled = [ROWS[4], ROWS[0].replace("sm80, sm89", "sm89, sm80"), *ROWS[1:4]]
+    text = site(jumbled)
+    assert mended(path, text) == site(ROWS)
+    unended = text.rstrip("\n").replace("fa_version: 3, backends", "fa_version: 3,\r\n         backends")
+    assert mended(path, unended).count("\n") == unended.count("\n")
+
+
+@pytest.mark.parametrize("newline", ["\r", "\x85", "\u2028"])
+def test_every_line_break_of_yaml_counts(tmp_path: Path, newline: str) -> None:
+    path = tmp_path / "site.yaml"
+    good, bad = (site([ROWS[0].replace("sm80, sm89", arches)]) for arches in ("sm80, sm89", "sm89, sm80"))
+    assert mended(path, bad.replace("\n", newline)) == good.replace("\n", newline)
+
+
+def test_the_order_of_rows_decides_nothing(edited: Edit) -> None:
+    folder = edited("matrix.yaml", f"      {FA2_ROW}\n", "")
+    path = folder / "matrix.yaml"
+    text = path.read_text(encoding="utf-8")
+    last = "- {arch: [gfx90a, gfx942, gfx950, gfx1250, cpu], backends: [TORCH_SDPA], kernels: [torch_math]}\n"
+    path.write_text(text.replace(last, f"{last}      {FA2_ROW}\n", 1), encoding="utf-8")
+    assert [f.code for f in findings_of(folder)] == ["X384"]
+    assert list(diff(load_matrix(folder), load_matrix())) == []
 
 
 def test_a_single_file_stands_in_for_its_namesake(edited: Edit, tmp_path: Path) -> None:

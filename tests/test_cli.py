@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,61 @@ def test_a_bad_config_is_one_line_and_exit_2(
         assert (code, out) == (2, "")
         assert str(path) in err
         assert len(err.strip().split("\n")) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "check {}",
+        "check --fix {}",
+        "check --extra {}",
+        "check --fix --extra {}",
+        "select --arch sm90 --dims 64,64,128 --matrix {}",
+        "select --arch sm90 --dims 64,64,128 --extra {}",
+        "select --arch sm90 --config {}",
+        "dims {}",
+        "add {} --dry-run",
+        "add --dims 96,32,96 --name mine --output {}",
+        "diff {}",
+        "diff --overlay {0} {0}",
+    ],
+)
+@pytest.mark.parametrize("what", ["pipe", "device"])
+def test_a_pipe_or_device_is_refused_not_waited_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, what: str
+) -> None:
+    path = "/dev/zero"
+    if what == "pipe":
+        path = str(tmp_path / "matrix.yaml")
+        os.mkfifo(path)
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError(f"mla-prefill {command} reads from a {what}")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(30)
+    try:
+        code, out, err = call(capsys, *command.format(path).split())
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert path in err
+    assert "not a regular file" in err
+
+
+def test_prefers_is_a_wish_and_its_warning_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["select", "--dims", "128,64,128", "--prefers", "fp8_query, cuda_graph", "--arch"]
+    code, out, _ = call(capsys, *asked, "sm100")
+    assert code == 0
+    assert "TRTLLM_RAGGED/trtllm_ragged for (128, 64, 128) bfloat16 on sm100, computes in float8_e4m3fn" in out
+    code, out, _ = call(capsys, *asked, "sm90")
+    assert code == 0
+    assert "\nwarning: fp8_query is preferred, but FLASH_ATTN/fa4" in out
+    code, data = answer(capsys, *asked, "sm90")
+    assert data["request"]["prefers"] == ["fp8_query", "cuda_graph"]
+    assert (data["compute_dtype"], len(data["warnings"])) == ("bfloat16", 1)
 
 
 def test_check_of_the_shipped_data_and_of_a_broken_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

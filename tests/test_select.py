@@ -10,6 +10,7 @@ import copy
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -454,6 +455,7 @@ REQUESTS = st.builds(
     shape=st.none(),
     fa_version=st.none(),
     backend=st.none() | st.sampled_from([*MATRIX.backends, *MATRIX.kernels]),
+    prefers=st.lists(st.sampled_from(sorted(MATRIX.features)), max_size=2, unique=True),
 )
 
 
@@ -483,6 +485,28 @@ def test_no_reasons_is_supported_and_every_rejection_has_one(request_: Request, 
     assert decision.to_dict()["arch"] == decision.arch
     assert decision.explain()
     assert decision.one_line()
+
+
+@settings(max_examples=100, deadline=None)
+@given(REQUESTS, ENVIRONMENTS)
+def test_a_wish_is_met_where_the_same_need_has_an_answer(request_: Request, environment: Environment) -> None:
+    """And where it is not, nothing changes: who is eligible never does, and unmet wishes choose nobody."""
+
+    def asked(needs: tuple[str, ...], prefers: tuple[str, ...] = ()) -> Decision:
+        return decide(Request(**{**request_._asdict(), "needs": needs, "prefers": prefers}), environment, MATRIX)
+
+    wished, plain = decide(request_, environment, MATRIX), asked(request_.needs)
+    eligible = [{v.candidate.kernel for v in d.verdicts if v.verdict != "rejected"} for d in (wished, plain)]
+    assert eligible[0] == eligible[1]
+    needs = request_.needs
+    for wish in request_.prefers if plain.chosen else ():
+        if wish not in wished.unmet:
+            needs = (*needs, wish)
+        else:
+            assert asked((*needs, wish)).chosen is None
+    best = asked(needs).chosen
+    assert (wished.chosen and wished.chosen.kernel) == (best and best.kernel)
+    assert len(wished.warnings) == len(wished.unmet)
 
 
 @settings(max_examples=60, deadline=None)
@@ -534,6 +558,9 @@ def test_the_decision_for_a_machine_keeps_every_constraint() -> None:
     ("arguments", "says"),
     [
         ({"dims": (64, 64)}, "three numbers"),
+        ({"dims": None}, "three numbers qk_nope, qk_rope, v_head; got None"),
+        ({"dims": 64}, "three numbers"),
+        ({"dims": "abc"}, "three numbers"),
         ({"dims": (64, 64, -128)}, "between 0 and"),
         ({"dims": (64, 64, "128")}, "whole number"),
         ({"dims": DEEPSEEK, "dtype": "bflot16"}, "did you mean bfloat16?"),
@@ -557,6 +584,14 @@ def test_unknown_names_in_a_request_get_the_nearest_one() -> None:
         ask("sm90", DEEPSEEK, needs=["context_chunks"])
     with pytest.raises(UnknownNameError, match="one of the two"):
         ask("sm90", DEEPSEEK, backend="FLASHINFER", fa_version=3)
+
+
+@pytest.mark.parametrize("given", [None, object(), SimpleNamespace(model_config=None, attention_config=None)])
+def test_what_is_no_engine_configuration_is_refused_in_one_line(given: Any) -> None:
+    with pytest.raises(
+        RequestError, match=r"from_vllm takes the vllm\.config\.VllmConfig .*, got [^\n]* has no attribute"
+    ):
+        Request.from_vllm(given)
 
 
 def test_values_of_another_kind_are_refused_in_words() -> None:

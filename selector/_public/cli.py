@@ -280,6 +280,9 @@ def _add_request(command: argparse.ArgumentParser) -> None:
     command.add_argument("--backend", metavar="NAME", help="force a backend or kernel: used or refused")
     command.add_argument("--needs", default="", metavar="LIST", help="comma list of features, for example lse,out")
     command.add_argument(
+        "--prefers", default="", metavar="LIST", help="comma list of features to have if possible, most wanted first"
+    )
+    command.add_argument(
         "--policy", choices=("default", "measured"), default="default", help="order of candidates (default: default)"
     )
     _add_matrix(command)

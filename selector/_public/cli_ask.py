@@ -38,7 +38,8 @@ def select(options: argparse.Namespace) -> int:
     elif options.explain or decision.chosen is None:
         print(decision.explain())
     else:
-        print(decision.one_line().removeprefix("mla-prefill: "), *map("note: {}".format, decision.notes), sep="\n")
+        remarks = [*map("note: {}".format, decision.notes), *map("warning: {}".format, decision.warnings)]
+        print(decision.one_line().removeprefix("mla-prefill: "), *remarks, sep="\n")
     return FINE if decision.chosen else NEGATIVE
 
 

@@ -94,8 +94,8 @@ class NegativeAnswerError(Exception):
 def request_of(options: argparse.Namespace, dims: MLADimensions, shape: BatchShape | None = None) -> Request:
     from mla_prefill import Request
 
-    needs = [need.strip() for need in options.needs.split(",") if need.strip()]
-    return Request(dims, options.dtype, options.fa_version, options.backend, needs, options.policy, shape)
+    needs, prefers = ([f.strip() for f in text.split(",") if f.strip()] for text in (options.needs, options.prefers))
+    return Request(dims, options.dtype, options.fa_version, options.backend, needs, options.policy, shape, prefers)
 
 
 def shape_of(options: argparse.Namespace, heads: int | None) -> BatchShape | None:

@@ -51,13 +51,16 @@ def test_what_vllm_was_told_is_asked_here_too(model: Any) -> None:
     assert told(mla_prefill_backend="CUSTOM").backend is None
 
 
-def test_a_quantised_query(model: Any) -> None:
-    attention = AttentionConfig(use_prefill_query_quantization=True)
-    for cache, needed in (("fp8", True), ("auto", False)):
-        config = VllmConfig(
-            model_config=model("deepseek_v3"), attention_config=attention, cache_config=CacheConfig(cache_dtype=cache)
-        )
-        assert ("fp8_query" in Request.from_vllm(config).needs) is needed
+@pytest.mark.parametrize(("cache", "quantized"), [("fp8", True), ("fp8", False), ("auto", True)])
+def test_a_quantised_query_is_preferred(model: Any, cache: str, quantized: bool) -> None:
+    config = VllmConfig(
+        model_config=model("deepseek_v3"),
+        attention_config=AttentionConfig(use_prefill_query_quantization=quantized),
+        cache_config=CacheConfig(cache_dtype=cache),
+    )
+    request = Request.from_vllm(config)
+    prefers = ("fp8_query",) if cache == "fp8" and quantized else ()
+    assert (request.needs, request.prefers) == (("context_chunk", "lse"), prefers)
 
 
 @pytest.mark.parametrize("name", ["minicpm3", "gpt_oss_20b"])
