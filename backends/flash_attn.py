@@ -192,7 +192,7 @@ class FlashAttention4(_FlashAttention):
         else:
             interface = self.import_module("flash_attn.cute.interface")
             self._call = partial(self._package, interface.flash_attn_varlen_func)
-            self._planned = planned_calls(interface)
+            self._planned = planned_calls(interface, self.provider.planned_call) if self.provider.planned_call else None
 
     def prepare(self, batch: Batch) -> Attention:
         public = self._call(batch)

@@ -7,7 +7,7 @@ function with their own q, k, v, out and LSE in the same places.
 
 That rests on names and an order that are private to flash-attn-4, so
 
-* it is done only for the exact versions in ``capabilities/data/planned_calls.json``;
+* it is done only for the versions that the kernel sheet names (``planned_call`` of the provider);
 * a recorded call is used only if its first five arguments are the very tensors q, k, v, out and LSE of that run (a
   tensor that FA4 copied for its alignment is not), and the others are the batch's own cu_seqlens, numbers or nothing
   (from 257 sequences on FA4 adds tensors worked out from cu_seqlens, which a replayed CUDA graph would find outdated);
@@ -21,17 +21,16 @@ Under CUDA graph capture nothing is proven, since that waits for the device: run
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib import resources
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from mla_prefill.backends.base import Attention, Batch, distribution_version
+from mla_prefill.capabilities import versions
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -170,9 +169,13 @@ class PlannedCalls:
 
 
 @functools.cache
-def planned_calls(interface: ModuleType) -> PlannedCalls | None:
-    """For ``flash_attn.cute.interface``; None, with one log line, where the installed versions were not proven."""
-    reason = unproven(proven_versions())
+def planned_calls(interface: ModuleType, proven: tuple[str, ...]) -> PlannedCalls | None:
+    """For ``flash_attn.cute.interface``; None, with one log line, where installed versions are not the proven ones.
+
+    Args:
+        proven: requirements such as ``flash-attn-4==4.0.0b36``, which must all hold.
+    """
+    reason = unproven(proven)
     forward = getattr(interface, "_flash_attn_fwd", None)
     if reason is None and not hasattr(forward, "compile_cache"):
         reason = "flash_attn.cute.interface has no _flash_attn_fwd.compile_cache"
@@ -258,19 +261,13 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def proven_versions() -> Mapping[str, list[str]]:
-    """distribution -> versions, from ``capabilities/data/planned_calls.json``."""
-    file = resources.files("mla_prefill.capabilities") / "data" / "planned_calls.json"
-    versions: dict[str, list[str]] = json.loads(file.read_text("utf-8"))["planned_call"]
-    return versions
-
-
-def unproven(proven: Mapping[str, list[str]]) -> str | None:
-    """Which installed version is not among the proven ones; None where all are."""
-    for distribution, versions in proven.items():
+def unproven(proven: Iterable[str]) -> str | None:
+    """Which installed version is not a proven one; None where all are."""
+    for requirement in proven:
+        distribution, specifier = versions.split(requirement)
         installed = distribution_version(distribution)
-        if installed not in versions:
-            return f"{distribution} {installed or 'is not installed'} was not proven, only {', '.join(versions)}"
+        if installed is None or not versions.contains(specifier, installed):
+            return f"{distribution} {installed or 'is not installed'} was not proven, only {specifier}"
     return None
 
 

@@ -431,6 +431,7 @@ def _provider(raw: Mapping[str, Any]) -> Provider:
         dtypes=_optional(raw.get("dtypes")),
         provides=None if provides is None else frozenset(provides),
         source=raw["@"],
+        planned_call=tuple(raw.get("planned_call", ())),
     )
 
 

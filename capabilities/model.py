@@ -161,6 +161,8 @@ class Provider:
     dtypes: tuple[str, ...] | None
     provides: frozenset[str] | None
     source: str
+    #: Requirements that must all hold for a call to be repeated without the public function; empty: never.
+    planned_call: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

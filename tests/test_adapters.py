@@ -17,7 +17,7 @@ from mla_prefill import Environment, MLADimensions, Request, load_matrix, select
 from mla_prefill.backends import ADAPTERS, KernelError, calls, flash_attn, load, planned_calls
 from mla_prefill.backends.base import PrefillAdapter
 from mla_prefill.capabilities.model import LseConvention
-from mla_prefill.capabilities.versions import contains
+from mla_prefill.capabilities.versions import contains, split
 from mla_prefill.selector import decide
 
 from .backend_contract import (
@@ -345,7 +345,8 @@ def test_a_kernel_that_raises_is_named(stage: Stage) -> None:
 
 # --- FA4's planned calls. ---
 
-PROVEN = {distribution: versions[-1] for distribution, versions in planned_calls.proven_versions().items()}
+(PROVIDER,) = (p for p in load_matrix().kernels["fa4"].providers if p.planned_call)
+PROVEN = {name: specifier.removeprefix("==") for name, specifier in map(split, PROVIDER.planned_call)}
 
 
 def fa4(stage: Stage, versions: dict[str, str] = PROVEN, arch: str = "sm90") -> tuple[PrefillAdapter, CuteInterface]:
@@ -361,11 +362,10 @@ def fa4(stage: Stage, versions: dict[str, str] = PROVEN, arch: str = "sm90") -> 
 
 
 def test_planned_versions_are_recorded() -> None:
-    for version in planned_calls.proven_versions()["flash-attn-4"]:
-        first = RECORDS["flash-attn-4", version]["lists"]["_flash_attn_fwd:call_args"][0]
-        assert first[:3] == ["q_call", "k_call", "v_call"]
-        assert first[3].startswith("out")
-        assert first[4].endswith("lse")
+    first = RECORDS["flash-attn-4", PROVEN["flash-attn-4"]]["lists"]["_flash_attn_fwd:call_args"][0]
+    assert first[:3] == ["q_call", "k_call", "v_call"]
+    assert first[3].startswith("out")
+    assert first[4].endswith("lse")
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])

@@ -198,7 +198,7 @@ def test_c41_v_is_never_cut_to_fit(matrix: Matrix) -> None:
         ("fa4", "sm100", DEEPSEEK, "vllm>=0.18,<0.20", ()),  # C43
         ("fa4", "sm103", DEEPSEEK, "flash-attn-4>=4.0.0b5,<4.0.0b15", ()),  # C11
         ("fa4", "sm100", GLM, "flash-attn-4>=4.0.0b11,<4.0.0b36", ("context_chunk",)),
-        ("trtllm_ragged", "sm100", DEEPSEEK, "flashinfer-python>=0.2.14,<0.6.18", ("context_chunk",)),  # C42
+        ("trtllm_ragged", "sm100", DEEPSEEK, "flashinfer-python>=0.6.6,<0.6.18", ("context_chunk",)),  # C42
         ("flashinfer_fa2", "sm75", GLM, "flashinfer-python>=0.6.10,<0.6.16", ()),
     ],
 )
