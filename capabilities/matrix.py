@@ -323,6 +323,11 @@ class Matrix:
         """With what `proof` was shown: ``flash-attn-4 4.0.0b36, NVIDIA H200, bfloat16``; empty for ``source``."""
         return self._record(kernel, arch, dims, distribution)[1]
 
+    def proven_pairs(self, kernel: str, arch: str) -> frozenset[tuple[int, int]]:
+        """The (qk, v) pairs of this kernel on this arch that a record is about."""
+        cells = (cell.split()[2:4] for cell in self._proof if cell.startswith(f"{kernel} {arch} "))
+        return frozenset((int(qk), int(v)) for qk, v in cells)
+
     def _record(self, kernel: str, arch: str, dims: MLADimensions, distribution: str | None) -> Sequence[str]:
         cell = f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}"
         return self._proof.get(cell if distribution is None else f"{cell} {distribution}", ("source", ""))

@@ -16,12 +16,15 @@ import pytest
 from mla_prefill import Matrix, load_matrix
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.wait import WebDriverWait
 
 ROOT = Path(__file__).parents[2]
 QUIET = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--allow-file-access-from-files",
 )  # fmt: skip
+
+DRAWN = "return performance.getEntriesByName('drawn').length > 0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,6 +84,7 @@ def page(driver: webdriver.Chrome, explorer: Path) -> Iterator[Open]:
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         driver.get("about:blank")
         driver.get(f"{explorer.as_uri()}/index.html{query}")
+        WebDriverWait(driver, 10, 0.01).until(lambda d: d.execute_script(DRAWN))
         return driver
 
     yield open_
