@@ -1,11 +1,11 @@
-/* The matrix explorer. It looks up what the engine said (data.js, written by export.py) and knows no limit of any kernel.
+/* The matrix explorer. It looks up what the engine said (the page's data, written by export.py) and knows no limit of any kernel.
    A question is {arch, device: null or a GPU, dims: [qk_nope, qk_rope, v_head], dtype, fa_version: null or a number,
    needs: [feature], installed: null or {distribution: version}, policy, shape: null or {sequences, length, heads, graph}};
    it stands in the address after #. */
 "use strict";
 
 const explorer = (() => {
-  const data = window.MATRIX;
+  const data = JSON.parse(document.getElementById("data").textContent);
   const texts = data.texts;
   const string = (number) => data.strings[number];
   const fill = (text, values) => text.replace(/\{(\w+)\}/g, (all, name) => (name in values ? values[name] : all));
@@ -342,7 +342,7 @@ const explorer = (() => {
 
   function sourceLink(source) {
     const match = /^capabilities\/data\/(\w+\.yaml):(\d+)$/.exec(source || "");
-    if (!match) return source ? make("span", { class: "source" }, source) : null;
+    if (!match) return source ? make("span", { class: "source", title: source }, source.split("/").pop()) : null;
     return make("a", { class: "source", href: `source/${match[1]}.html#L${match[2]}` }, `${match[1]}:${match[2]}`);
   }
 
@@ -364,11 +364,13 @@ const explorer = (() => {
   }
 
   function refusal(problem) {
-    return [make("h2", {}, "Not answered here"), make("p", { class: "problem" }, problem), asking()];
+    const title = noDims(state.dims) === problem ? "These cannot be head dims" : "Not answered here";
+    return [make("h2", {}, title), make("p", { class: "problem" }, problem), asking()];
   }
 
   function asking() {
-    const line = make("code", {}, command(state));
+    const words = command(state).split(/ (?=--)/).flatMap((word) => [" ", make("span", {}, word)]).slice(1);
+    const line = make("code", {}, ...words);  // lines break between options, never within "--"
     const copy = () => { navigator.clipboard?.writeText(line.textContent); getSelection().selectAllChildren(line); };
     const lost = state.installed && !pinned(state.installed).length;
     return make("div", { class: "command" }, line, make("button", { type: "button", click: copy }, "Copy"),
@@ -420,8 +422,8 @@ const explorer = (() => {
     const rest = candidates.filter(({ verdict }) => verdict !== "chosen");
     return make("ul", { class: "candidates" }, ...rest.map(({ backend, kernel, verdict, proof, reasons, notes, pad_v_to }) =>
       make("li", { class: verdict },
-        make("b", {}, `${backend} / ${kernel}`), " ",
-        make("small", {}, [verdict, pad_v_to && `V to ${pad_v_to}`, proof !== "source" && proof].filter(Boolean).join(", ")),
+        make("div", {}, make("b", {}, ...breakable(`${backend} / ${kernel}`)), " ", make("small", {},
+          [verdict, pad_v_to && `V to ${pad_v_to}`, proof !== "source" && proof].filter(Boolean).join(", "))),
         make("ul", {}, ...reasons.map(({ code, message, source }) => make("li", {},
           make("a", { class: "code", href: "../codes.html#reasons", title: data.meanings[code] }, code),
           ` ${message} `, sourceLink(source))), ...notes.map((note) => make("li", {}, note))))));
@@ -602,8 +604,9 @@ const explorer = (() => {
     });
     document.querySelectorAll("[data-feature]").forEach((box) => { box.checked = state.needs.includes(box.dataset.feature); });
     at("policy").value = state.policy;
-    at("installed").open = state.installed !== null;
-    at("needs").open = state.needs.length > 0;
+    const roomy = matchMedia("(min-width: 56rem)").matches;  // on a phone the answer comes before what stands in the summaries
+    at("installed").open = roomy && state.installed !== null;
+    at("needs").open = roomy && state.needs.length > 0;
     fillDims();
     summarise();
   }
@@ -612,6 +615,6 @@ const explorer = (() => {
   fillForm();
   show();
   // After the answer was painted.
-  requestAnimationFrame(() => setTimeout(() => { buildLists(); drawMap(); }));
+  requestAnimationFrame(() => setTimeout(() => { performance.mark("painted"); buildLists(); drawMap(); }));
   return { answer, read, understood, address, command };
 })();

@@ -2,15 +2,15 @@
 
     python docs/explorer/export.py FOLDER [--matrix PATH] [--extra PATH]
 
-writes page, script, style, ``data.js``, and the YAML files as pages with a line anchor each.
+writes the page with script, style and data in it, and the YAML files as pages with a line anchor each.
 
 Packages combine without end, but the engine judges each one on its own. So what is exported of a kernel is what the
 engine says with no package, with packages no constraint, and with each single package in each version of interest; the
 page puts a combination together as the engine does: the first package without a reason against it, the first kernel
 without one. Features are asked for in any combination, too: what is exported is which of them a kernel lacks, and the
-answers for each set of those that decide more than that (`Export.deciding`). Widths that no block names are exported as
-regions of the plane (`regions`), a timing profile as the orders it leads to (`timings`). ``tests/site`` holds the page to
-``select --format json``, cell by cell.
+answers for each set of those that decide more than that (`_deciding`). Widths that no block names are exported as
+regions of the plane (`regions`), a timing profile as the orders it leads to (`timings`). ``tests/site`` holds the page
+to ``select --format json``, cell by cell.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Export:
         return (len(order.order), self.strings(order.source)) if order else (0, -1)
 
     def _other_cells(self, arch: str) -> list[Any]:
-        """`_cells` for dims without a block: of each kernel [its tree, the records at the leaves, the record of each pair
-        of widths that something was proven for].
+        """`_cells` for dims without a block: of each kernel [its tree, the records at the leaves, the record of each
+        pair of widths that something was proven for].
         """
         kernels = self.matrix.kernels.values()
         proven = {kernel.name: sorted(self.matrix.proven_pairs(kernel.name, arch)) for kernel in kernels}
@@ -371,8 +371,8 @@ def _providers(kernel: Kernel) -> list[str]:
 
 
 def _deciding(matrix: Matrix) -> list[str]:
-    """The features that decide more than whether a kernel has them: some package's build lacks them, or a defect strikes
-    those who need them.
+    """The features that decide more than whether a kernel has them: some package's build lacks them, or a defect
+    strikes those who need them.
     """
     found: set[str] = set()
     for kernel in matrix.kernels.values():
@@ -440,14 +440,29 @@ def _linked(match: re.Match[str]) -> str:
     return f'<a href="https://github.com/{repository}/{where}">{match[0]}</a>'
 
 
+def page(data: str) -> str:
+    """The explorer in one file, so that no answer waits for a second one to be read."""
+    text = (HERE / "index.html").read_text(encoding="utf-8")
+    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("explorer.css", "explorer.js"))
+    for tag, content in (
+        ('<link rel="stylesheet" href="explorer.css">', f"<style>\n{style}</style>"),
+        ('<script src="explorer.js"></script>', f"<script>\n{script}</script>"),
+        ('"application/json"></script>', '"application/json">' + data.replace("</", r"<\/") + "</script>"),
+    ):
+        head, found, tail = text.partition(tag)
+        if not found:
+            raise ValueError(f"index.html has no {tag}")
+        text = head + content + tail
+    return text
+
+
 def write(folder: Path, matrix: Matrix) -> None:
     """The explorer, ready to be opened from the file system."""
     (folder / "source").mkdir(parents=True, exist_ok=True)
-    for name in ("index.html", "explorer.js", "explorer.css"):
-        shutil.copyfile(HERE / name, folder / name)
-    data = json.dumps(Export(matrix).data(), separators=(",", ":"), ensure_ascii=False)
-    quoted = data.replace("\\", "\\\\").replace("'", "\\'")  # a string is parsed faster than a literal
-    (folder / "data.js").write_text(f"window.MATRIX = JSON.parse('{quoted}');\n", encoding="utf-8")
+    shutil.copyfile(HERE / "explorer.css", folder / "explorer.css")  # for the source pages
+    (folder / "index.html").write_text(
+        page(json.dumps(Export(matrix).data(), separators=(",", ":"), ensure_ascii=False)), encoding="utf-8"
+    )
     for kind in KINDS:
         (folder / "source" / f"{kind}.yaml.html").write_text(source_page(DATA_DIR / f"{kind}.yaml"), encoding="utf-8")
 

@@ -50,7 +50,7 @@ class Timings:
         p = self.profile
         orders = {str(d): dict(self._orders(d)) for d in self.dims}
         return {
-            "label": p.label, "gpu": p.gpu, "dtype": p.dtype, "date": p.date,
+            "label": p.label, "gpu": p.gpu, "arch": p.arch, "dtype": p.dtype, "date": p.date,
             "packages": {of: p.packages.get(of) for of in dict.fromkeys(p.providers.values())},
             "providers": dict(p.providers),
             "times": self._times(),

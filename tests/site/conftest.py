@@ -60,16 +60,26 @@ Open = Callable[..., webdriver.Chrome]
 
 
 @pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+def profile_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], webdriver.Chrome]:
+    """profile_of_its_own() -> a browser that was never used."""
     chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
     if not chromium or not chromedriver:
         pytest.skip("needs Chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in (*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options=options, service=Service(chromedriver)) as browser:
+
+    def start() -> webdriver.Chrome:
+        options = webdriver.ChromeOptions()
+        options.binary_location = chromium
+        for argument in (*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        return webdriver.Chrome(options=options, service=Service(chromedriver))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def driver(profile_of_its_own: Callable[[], webdriver.Chrome]) -> Iterator[webdriver.Chrome]:
+    with profile_of_its_own() as browser:
         yield browser
 
 
