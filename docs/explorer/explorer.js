@@ -305,10 +305,11 @@ const explorer = (() => {
     return qk === 0 || v === 0 ? fill(zero, { qk, v }) : null;
   }
 
-  /* The shapes for which a profile has an order in these dims on this GPU. */
+  /* The shapes for which every profile of this GPU that knows these dims has an order. */
   function shapesOf({ arch, device, dims }) {
     const numbers = data.devices[arch][2][products.get(foldProduct(device || "")) || ""] || [];
-    return numbers.flatMap((number) => Object.keys(data.profiles[number].orders[dimsText(dims)] || {})).filter(Boolean);
+    const orders = numbers.map((number) => data.profiles[number].orders[dimsText(dims)]).filter(Boolean);
+    return Object.keys(orders[0] || {}).filter((shape) => shape && orders.every((known) => shape in known));
   }
 
   function command(state) {
