@@ -1,7 +1,7 @@
-/* The matrix explorer. It looks up what the engine said (the page's data, written by export.py) and knows no limit of any kernel.
-   A question is {arch, device: null or a GPU, dims: [qk_nope, qk_rope, v_head], dtype, fa_version: null or a number,
-   needs: [feature], installed: null or {distribution: version}, policy, shape: null or {sequences, length, heads, graph}};
-   it stands in the address after #. */
+/* The matrix explorer. It looks up what the engine said (the page's data, written by export.py) and knows no limit of any
+   kernel. A question is {arch, device: null or a GPU, dims: [qk_nope, qk_rope, v_head], dtype, fa_version: null or a
+   number, needs: [feature], installed: null or {distribution: version}, policy, shape: null or {sequences, length, heads,
+   graph}}; it stands in the address after #. */
 "use strict";
 
 const explorer = (() => {
@@ -28,7 +28,7 @@ const explorer = (() => {
       proven[`${qk} ${v}`] ?? records[region(data.trees[tree], qk, v)])];
   }
 
-  /* The region of the plane in which these widths lie: down a tree of [condition, where it holds, where it does not]. */
+  /* The region of the plane in which these widths lie: down a tree of [condition, where it holds, where not]. */
   function region(tree, qk, v) {
     while (Array.isArray(tree)) {
       const [a, b, n, kind] = data.conditions[tree[0]];
@@ -107,7 +107,7 @@ const explorer = (() => {
     for (const number of of_device[products.get(foldProduct(question.device || "")) || ""] || []) {
       const profile = data.profiles[number];
       const why = mismatch(profile, eligible, question);
-      if (!why) return [...timed(profile, eligible, question)];
+      if (!why) return timed(profile, eligible, question);
       against.push(`${profile.label} ${why}`);
     }
     const why = against.join("; ") || fill(question.device ? named : unnamed, { device: question.device });
@@ -145,12 +145,13 @@ const explorer = (() => {
   function candidate({ record, notes, runs }, dims) {
     const [kernel, backend, fa_version] = kernelOf(record);
     const [proof, requires, , proven] = runs;
-    return { backend, kernel, fa_version, pad_v_to: record[1] ? dims[0] + dims[1] : null, requires: requires.map(string),
-      proof: string(proof), proven: string(proven), notes, row: string(record[2]) };
+    return { backend, kernel, fa_version, pad_v_to: record[1] ? dims[0] + dims[1] : null,
+      requires: requires.map(string), proof: string(proof), proven: string(proven), notes, row: string(record[2]) };
   }
 
   function worded([code, text, source], { arch, dims }, { lacking }) {
-    const values = { arch, dims: dimsText(dims), pair: `(qk ${dims[0] + dims[1]}, v ${dims[2]})`, missing: lacking.join(", ") };
+    const pair = `(qk ${dims[0] + dims[1]}, v ${dims[2]})`;
+    const values = { arch, dims: dimsText(dims), pair, missing: lacking.join(", ") };
     return { code, message: fill(string(text), values), source: source < 0 ? null : string(source) };
   }
 
@@ -278,7 +279,7 @@ const explorer = (() => {
 
   /* The question to look up, or why there is none. */
   function understood(state) {
-    if (state.unread.length) return { problem: `This address says what means nothing here: ${state.unread.join(", ")}.` };
+    if (state.unread.length) return { problem: `Nothing here is meant by ${state.unread.join(", ")} in the address.` };
     const arch = archOf(state.target);
     if (!arch) return { problem: `No architecture or GPU here is called "${state.target}".` };
     const wrong = noDims(state.dims);
@@ -321,8 +322,10 @@ const explorer = (() => {
     if (state.needs.length) words.push("--needs", state.needs.join(","));
     for (const pair of pinned(state.installed || {})) words.push("--installed", quoted(pair));
     if (state.policy !== START.policy) words.push("--policy", state.policy);
-    if (state.shape) words.push("--shape", `${state.shape.sequences}x${state.shape.length}`, "--heads", state.shape.heads);
-    if (state.shape?.graph) words.push("--graph");
+    if (state.shape) {
+      const { sequences, length, heads, graph } = state.shape;
+      words.push("--shape", `${sequences}x${length}`, "--heads", heads, ...(graph ? ["--graph"] : []));
+    }
     return [...words, "--explain"].join(" ");
   }
 
@@ -372,18 +375,22 @@ const explorer = (() => {
   function asking() {
     const words = command(state).split(/ (?=--)/).flatMap((word) => [" ", make("span", {}, word)]).slice(1);
     const line = make("code", {}, ...words);  // lines break between options, never within "--"
-    const copy = () => { navigator.clipboard?.writeText(line.textContent); getSelection().selectAllChildren(line); };
+    const copy = (event) => {
+      navigator.clipboard?.writeText(line.textContent).then(() => { event.target.textContent = "Copied"; });
+      getSelection().selectAllChildren(line);
+    };
     const lost = state.installed && !pinned(state.installed).length;
     return make("div", { class: "command" }, line, make("button", { type: "button", click: copy }, "Copy"),
-      lost ? make("p", {}, "Without --installed packages are no constraint there; that nothing is installed can be said in "
-        + "Python alone: Environment(arch, installed={}).") : null);
+      lost ? make("p", {}, "Without --installed packages are no constraint there; that nothing is installed can be "
+        + "said in Python alone: Environment(arch, installed={}).") : null);
   }
 
   function story(question, found) {
     const { chosen } = found;
     const device = question.device ? ` (${question.device})` : "";
     const needs = question.needs.length ? `, needs ${question.needs.join(", ")}` : "";
-    const where = `${dimsText(question.dims)}${named(question.dims)}, ${question.dtype}${needs}, on ${question.arch}${device}`;
+    const dims = `${dimsText(question.dims)}${named(question.dims)}`;
+    const where = `${dims}, ${question.dtype}${needs}, on ${question.arch}${device}`;
     const parts = [make("p", { class: "where" }, where)];
     if (chosen) {
       parts.push(make("h2", { class: `chosen ${chosen.backend}` }, `${chosen.backend} / ${chosen.kernel}`), facts(chosen));
@@ -525,8 +532,8 @@ const explorer = (() => {
         change: () => change({ fa_version: version || null }) }), ` ${version || "any"}`));
     }
     for (const [name, meaning] of data.features) {
-      at("features").append(make("label", {}, make("input", { type: "checkbox", "data-feature": name, change: readNeeds }),
-        make("span", {}, make("b", {}, name), `: ${meaning}`)));
+      const box = make("input", { type: "checkbox", "data-feature": name, change: readNeeds });
+      at("features").append(make("label", {}, box, make("span", {}, make("b", {}, name), `: ${meaning}`)));
     }
     for (const [name, versions] of data.packages) {
       at("packages").append(make("label", {}, name, make("select", { "data-package": name, change: readPackages },
@@ -551,7 +558,8 @@ const explorer = (() => {
   /* What the fields propose; nobody needs it before the first answer. */
   function buildLists() {
     const options = (names) => names.map((name) => make("option", { value: name }));
-    at("targets").append(...options(Object.entries(data.architectures).flatMap(([arch, [, names]]) => [...names, arch])));
+    const targets = Object.entries(data.architectures).flatMap(([arch, [, names]]) => [...names, arch]);
+    at("targets").append(...options(targets));
     at("models").append(...options(Object.keys(data.models)));
   }
 
@@ -561,7 +569,8 @@ const explorer = (() => {
   }
 
   function readNeeds() {
-    change({ needs: [...document.querySelectorAll("[data-feature]:checked")].map((box) => box.dataset.feature).sort() });
+    const chosen = [...document.querySelectorAll("[data-feature]:checked")];
+    change({ needs: chosen.map((box) => box.dataset.feature).sort() });
     summarise();
   }
 
@@ -570,7 +579,8 @@ const explorer = (() => {
     const shapes = question ? shapesOf(question) : [];
     at("shapes").hidden = state.policy !== "measured" || !shapes.length;
     if (at("shapes").hidden) return;
-    const told = (text) => text.replace(/^(\d+)x(\d+)x(\d+)/, "$1 x $2 tokens, $3 heads").replace(" graph", ", CUDA graph");
+    const told = (text) => text.replace(/^(\d+)x(\d+)x(\d+)/, "$1 x $2 tokens, $3 heads")
+      .replace(" graph", ", CUDA graph");
     at("shape").replaceChildren(make("option", { value: "" }, "any: the mean of all"),
       ...shapes.map((text) => make("option", { value: text }, told(text))));
     at("shape").value = shapeText(state.shape);
@@ -603,9 +613,10 @@ const explorer = (() => {
     document.querySelectorAll("[data-package]").forEach((select) => {
       select.value = state.installed?.[select.dataset.package] ?? "";
     });
-    document.querySelectorAll("[data-feature]").forEach((box) => { box.checked = state.needs.includes(box.dataset.feature); });
+    for (const box of document.querySelectorAll("[data-feature]")) box.checked = state.needs.includes(box.dataset.feature);
     at("policy").value = state.policy;
-    const roomy = matchMedia("(min-width: 56rem)").matches;  // on a phone the answer comes before what stands in the summaries
+    // On a phone the answer comes before what the summaries say anyway.
+    const roomy = matchMedia("(min-width: 56rem)").matches;
     at("installed").open = roomy && state.installed !== null;
     at("needs").open = roomy && state.needs.length > 0;
     fillDims();
