@@ -295,7 +295,7 @@ class Matrix:
             provides=kernel.provides - _LOST_BY_PADDING if fit and fit.pad_v_to else kernel.provides,
             lse=kernel.lse,
             source=row.source if row else kernel.source,
-            **self._evidence(kernel.name, arch, dims),
+            **self.evidence(kernel.name, arch, dims),
         )
         offers: tuple[Offer, ...] = ()
         if fit is not None:
@@ -305,7 +305,7 @@ class Matrix:
                 if provider.arch is None or arch in provider.arch:
                     # What one package's build was shown to do says nothing of another's.
                     build = versions.canonical(provider.distribution)
-                    own = replace(candidate, **self._evidence(kernel.name, arch, dims, build))
+                    own = replace(candidate, **self.evidence(kernel.name, arch, dims, build))
                     offer = _offer(own, provider, requires, bad)
                     offers += () if offer is None else (offer,)
             if offers:
@@ -315,9 +315,14 @@ class Matrix:
 
     def proof(self, kernel: str, arch: str, dims: MLADimensions) -> str:
         """How well a cell is known: source, built, run, measured or contradicted (the records in data/evidence)."""
-        return str(self._evidence(kernel, arch, dims)["proof"])
+        return str(self.evidence(kernel, arch, dims)["proof"])
 
-    def _evidence(self, kernel: str, arch: str, dims: MLADimensions, *distribution: str) -> dict[str, Any]:
+    def proven_pairs(self, kernel: str, arch: str) -> frozenset[tuple[int, int]]:
+        """The (qk, v) pairs of this kernel on this arch that a record is about."""
+        cells = (cell.split()[2:4] for cell in self._proof if cell.startswith(f"{kernel} {arch} "))
+        return frozenset((int(qk), int(v)) for qk, v in cells)
+
+    def evidence(self, kernel: str, arch: str, dims: MLADimensions, *distribution: str) -> dict[str, Any]:
         """A candidate's ``proof``, and with what it was ``proven``; of a cell, or of one package's build for it."""
         cell = f"{kernel} {arch} {dims.qk_head_dim} {dims.v_head_dim}"
         proof, proven = self._proof.get(" ".join((cell, *distribution)), ("source", ""))

@@ -6,6 +6,7 @@ pages are made from the code; the explorer asks the engine (``explorer/export.py
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
@@ -68,16 +69,33 @@ def command_line() -> str:
 
 
 def api() -> str:
-    """Every public name of the installed package."""
-    parts = ["# API\n\n```{eval-rst}\n.. currentmodule:: mla_prefill\n"]
-    for name in mla_prefill.__all__:
-        value = getattr(mla_prefill, name)
-        if inspect.isclass(value):
-            shown = "" if issubclass(value, Exception) else "   :members:\n"
-            parts.append(f".. autoclass:: {name}\n{shown}")
-        elif callable(value):
-            parts.append(f".. autofunction:: {name}\n")
-    return "\n".join([*parts, "```\n"])
+    """Every public name of the installed package, and what `load` returns."""
+    public = {name: getattr(mla_prefill, name) for name in mla_prefill.__all__}
+    classes = [name for name, value in public.items() if inspect.isclass(value)]
+    errors = [name for name in classes if issubclass(public[name], Exception)]
+    functions = [name for name, value in public.items() if callable(value) and name not in classes]
+    groups = {
+        "Functions": [f".. autofunction:: {name}\n" for name in functions],
+        "Classes": [f".. autoclass:: {name}\n   :members:\n" for name in classes if name not in errors],
+        "Errors": [f".. autoclass:: {name}\n" for name in errors],
+    }
+    if importlib.util.find_spec("torch"):  # their signatures name its types
+        groups["What load returns"] = [
+            ".. currentmodule:: mla_prefill.backends.base\n",
+            ".. autoclass:: PrefillAdapter()\n   :members: plan, warm_up\n",
+            ".. autoclass:: PrefillPlan()\n   :members: run\n",
+        ]
+    parts = ["# API\n"]
+    for title, directives in groups.items():
+        entries = "\n".join([".. currentmodule:: mla_prefill\n", *directives])
+        parts.append(f"## {title}\n\n```{{eval-rst}}\n{entries}\n```\n")
+    return "\n".join(parts)
+
+
+def say_nothing_of_fields(_: Any, kind: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Python documents the fields of a named tuple by their number."""
+    if lines and lines[0].startswith("Alias for field number"):
+        lines[:] = []
 
 
 def write_pages(_: Any) -> None:
@@ -108,4 +126,5 @@ def write_explorer(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> None:
     app.connect("builder-inited", write_pages, priority=100)
     app.connect("source-read", mend_links)
+    app.connect("autodoc-process-docstring", say_nothing_of_fields)
     app.connect("build-finished", write_explorer)

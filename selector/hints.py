@@ -15,7 +15,7 @@ from mla_prefill.selector.environment import Environment
 from mla_prefill.selector.request import Request
 
 MAX_HINTS = 6
-_CURED_BY_AN_INSTALL = {
+CURED_BY_AN_INSTALL = {
     "kernel-not-installed",
     "version-out-of-range",
     "known-bad",
@@ -27,7 +27,7 @@ Proposal = tuple[str, Request, Environment]
 
 def hints(decision: Decision) -> tuple[Hint, ...]:
     """The hints that hold: applied, the named candidate becomes eligible. At most `MAX_HINTS`, best candidate first."""
-    found = [hint for verdict in _worth_having(decision) for hint in _tried(decision, verdict)]
+    found = [hint for verdict in _worth_having(decision) for hint in tried(decision, verdict)]
     if decision.chosen is None:
         found += _nearest_dims(decision)
     return tuple(found[:MAX_HINTS])
@@ -61,7 +61,7 @@ def _worth_having(decision: Decision) -> list[Verdict]:
     return [v for v in rejected if v.candidate.kernel in better or not v.candidate.provides.isdisjoint(decision.unmet)]
 
 
-def _tried(decision: Decision, verdict: Verdict) -> Iterator[Hint]:
+def tried(decision: Decision, verdict: Verdict) -> Iterator[Hint]:
     """The first proposal that makes this candidate eligible, if any does."""
     kernel = verdict.candidate.kernel
     for text, request, environment in _proposals(decision, verdict):
@@ -88,7 +88,7 @@ def _proposals(decision: Decision, verdict: Verdict) -> Iterator[Proposal]:
             yield ask, request, environment
             return
         ask += " and "
-    if codes <= _CURED_BY_AN_INSTALL and environment.packages is not None:
+    if codes <= CURED_BY_AN_INSTALL and environment.packages is not None:
         for offer in offers:
             requirement = offer.requirement_for(request.dtype, request.needs)
             version = versions.floor(versions.split(requirement)[1]) or "0"

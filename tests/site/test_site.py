@@ -78,7 +78,9 @@ def test_every_command_and_public_name_has_its_place(site: Path) -> None:
     commands = {name for action in build_parser()._actions for name in (action.choices or ())}
     assert commands <= Page(site / "_generated/command-line.html").anchors
     names = {f"mla_prefill.{name}" for name in mla_prefill.__all__ if name != "__version__"}
+    names |= {"mla_prefill.backends.base.PrefillAdapter.plan", "mla_prefill.backends.base.PrefillPlan.run"}
     assert names <= Page(site / "_generated/api.html").anchors
+    assert "Alias for field" not in (site / "_generated/api.html").read_text(encoding="utf-8")
 
 
 #: Options of other programs that the pages name: pip, pytest.
