@@ -2,7 +2,7 @@
 
 Causal new tokens with LSE in bfloat16: one eager call between two CUDA events (launch cost included, as a layer pays
 it), a call inside a replayed CUDA graph (device time alone), the host's part, and what a batch costs once. The kernels
-take turns call by call, since a GPU's clock wanders by more than they differ. The result is a profile
+take turns, since a GPU's clock wanders by more than they differ. The result is a profile
 (``capabilities/profiles.py``), which ``policy="measured"`` chooses by.
 """
 
@@ -167,7 +167,7 @@ class Bench:
                     yield dataclasses.replace(decision, chosen=verdict.candidate)
 
     def _time_shape(self, decisions: Sequence[Decision], lengths: tuple[int, ...], heads: int, seconds: float) -> None:
-        """All kernels in one shape, call by call in turn: what the clock or the heat does meanwhile, it does to all."""
+        """All kernels in one shape, in turns of a few calls: what clock and heat do meanwhile, they do to all."""
         dims = decisions[0].request.dims
         name = shape_text(dims, lengths, heads)
         timed: list[_Timed] = []
@@ -190,7 +190,7 @@ class Bench:
                     timed.remove(run)
                     self._skip(name, run.kernel, error)
 
-        for turn in range(MOST_CALLS):
+        for turn in range(MOST_TURNS):
             each(_Timed.time_eager, turn)
         each(_Timed.capture)
         for turn in range(MOST_REPLAYS):
@@ -212,8 +212,9 @@ class Bench:
 
 # ---- one kernel in one shape ------------------------------------------------------------------------------------
 
-#: Samples of one kernel in one shape at most, eager and in a graph.
-MOST_CALLS, MOST_REPLAYS = 100, 50
+#: One kernel in one shape at most: turns of eager calls, calls in each (after one that finds the caches of its rivals),
+#: and replays of its graph.
+MOST_TURNS, CALLS, MOST_REPLAYS = 20, 5, 50
 
 
 class _Inputs:
@@ -268,9 +269,15 @@ class _Timed:
         return self._plan.run(self.inputs.q, self.inputs.k, self.inputs.v, return_lse=True)
 
     def time_eager(self, turn: int) -> None:
-        """One call on an idle device: between two events, and until it returns."""
-        if turn > self._fits:
+        """A few calls on an idle device: between two events, and until they return."""
+        calls = min(CALLS, self._fits)
+        if turn * calls >= self._fits:
             return
+        self.call()
+        for _ in range(calls):
+            self._time_call()
+
+    def _time_call(self) -> None:
         if not self.on_gpu:
             self._eager.append(self._elapsed(self.call) * 1e6)
             self._host.append(self._eager[-1])
