@@ -393,7 +393,8 @@ def _choices(profile: Profile, matrix: Matrix, environment: Environment, graph: 
         return chosen.kernel if chosen else None
 
     def by_profile(dims: MLADimensions, shape: Shape, times: Mapping[str, float]) -> str | None:
-        return measured.ranking(profile.times(dims, graph), list(times), BatchShape(*shape, graph))[0]
+        device = profile.times(dims, True)
+        return measured.ranking(profile.times(dims, graph), list(times), BatchShape(*shape, graph), device)[0]
 
     def by_other_shapes(dims: MLADimensions, shape: Shape, times: Mapping[str, float]) -> str | None:
         others = {known: t for known, t in profile.times(dims, graph).items() if known != shape}

@@ -20,6 +20,9 @@ from mla_prefill.selector.request import BatchShape, Request
 Times = Mapping[Shape, Mapping[str, float]]
 Ordered = tuple[list[Verdict], "str | None", tuple[str, ...]]
 
+#: Eager times within this part of the fastest one are a tie: readings are no surer, and a device's time wanders less.
+TIE = 0.01
+
 
 def ordered(
     eligible: list[Verdict],
@@ -40,7 +43,7 @@ def ordered(
     if isinstance(found, str):
         return eligible, default_source, (f"policy measured: the default order, because {found}",)
     profile, times = found
-    best_first = ranking(times, _kernels(eligible), request.shape)
+    best_first = ranking(times, _kernels(eligible), request.shape, profile.times(request.dims, True))
     places = {kernel: place for place, kernel in enumerate(best_first)}
     by_time = sorted(eligible, key=lambda verdict: places.get(verdict.candidate.kernel, len(places)))
     return by_time, profile.label, (_note(profile, times, request, environment),)
@@ -56,11 +59,9 @@ def fastest_by_shape(decision: Decision, graph: bool = False) -> dict[Shape, str
     found = _applicable(eligible, decision.request, decision.environment, decision.arch, decision.matrix, graph)
     if not eligible or isinstance(found, str):
         return {}
-    best = {}
-    for shape, by_kernel in found[1].items():
-        there = [kernel for kernel in _kernels(eligible) if kernel in by_kernel]
-        best[shape] = min(there, key=by_kernel.__getitem__)
-    return best
+    profile, times = found
+    device = profile.times(decision.request.dims, True)
+    return {shape: _best_first(times[shape], _kernels(eligible), device.get(shape, {}))[0] for shape in times}
 
 
 def _kernels(verdicts: Iterable[Verdict]) -> list[str]:
@@ -146,14 +147,26 @@ def timed(profile: Profile, dims: MLADimensions, kernels: Collection[str], graph
     return table
 
 
-def ranking(times: Times, kernels: Sequence[str], shape: BatchShape | None) -> list[str]:
+def ranking(times: Times, kernels: Sequence[str], shape: BatchShape | None, device: Times) -> list[str]:
     """Those of ``kernels`` that were timed, fastest first; equal ones keep their order.
 
-    With a shape: by the nearest measured one. Without: by the geometric mean over all shapes of the time against the
-    fastest kernel there, so that a kernel is not judged by which shapes it was timed in.
+    With a shape: by the nearest measured one, where ``device`` (the times in a graph) decides a `TIE` for the first
+    place. Without: by the geometric mean over all shapes of the time against the fastest kernel there, so that a kernel
+    is not judged by which shapes it was timed in.
     """
-    cost = _relative(times) if shape is None else times[nearest(times, _shape(shape))]
-    return sorted((kernel for kernel in kernels if kernel in cost), key=cost.__getitem__)
+    if shape is None:
+        return _best_first(_relative(times), kernels, {})
+    measured = nearest(times, _shape(shape))
+    return _best_first(times[measured], kernels, device.get(measured, {}))
+
+
+def _best_first(cost: Mapping[str, float], kernels: Iterable[str], device: Mapping[str, float]) -> list[str]:
+    best_first = sorted((kernel for kernel in kernels if kernel in cost), key=cost.__getitem__)
+    tied = [kernel for kernel in best_first if cost[kernel] <= cost[best_first[0]] * (1 + TIE)]
+    if not all(kernel in device for kernel in tied):
+        return best_first
+    first = min(tied, key=device.__getitem__, default=None)
+    return sorted(best_first, key=lambda kernel: kernel != first)
 
 
 def nearest(measured: Iterable[Shape], shape: Shape) -> Shape:

@@ -279,6 +279,24 @@ def test_the_choice_is_brute_forces_and_always_eligible(
         assert got.chosen is None
 
 
+@pytest.mark.parametrize(
+    ("eager", "device", "first"),
+    [
+        ({"fa4": 100.0, "fa3": 100.9}, {"fa4": 90.0, "fa3": 80.0}, "fa3"),
+        ({"fa4": 100.0, "fa3": 101.1}, {"fa4": 90.0, "fa3": 80.0}, "fa4"),
+        ({"fa4": 100.9, "fa3": 100.0}, {"fa4": 90.0, "fa3": 80.0}, "fa3"),
+        ({"fa4": 100.0, "fa3": 100.0}, {"fa4": 80.0, "fa3": 80.0}, "fa4"),  # equal in all: the default order
+        ({"fa4": 100.0, "fa3": 100.9}, {"fa3": 80.0}, "fa4"),  # one cannot be captured
+        ({"fa4": 100.0, "fa3": 100.9, "fa2": 100.95}, {"fa4": 90.0, "fa3": 80.0, "fa2": 70.0}, "fa2"),
+    ],
+)
+def test_a_tie_is_decided_by_device_time(eager: dict[str, float], device: dict[str, float], first: str) -> None:
+    at = Shape(8, 512, 16)
+    ranked = measured.ranking({at: eager}, ["fa4", "fa3", "fa2"], BatchShape(*at), {at: device})
+    rest = sorted((kernel for kernel in eager if kernel != first), key=eager.__getitem__)
+    assert ranked == [first, *rest]
+
+
 @given(st.sets(SHAPES.map(lambda s: Shape(*s[:3])), min_size=1), SHAPES)
 def test_nearest_is_nearest_and_exact_on_a_measured_shape(known: set[Shape], shape: BatchShape) -> None:
     asked = Shape(*shape[:3])
