@@ -87,8 +87,7 @@ const explorer = (() => {
     }, one);
   }
 
-  function answer(asked) {
-    const question = { ...asked, prefers: asked.prefers.filter((wish) => !asked.needs.includes(wish)) };
+  function answer(question) {
     const [ranked, source, numbers] = cells(question.arch, question.dims);
     const judged = numbers.map((number) => judge(data.records[number], question)).map((one) =>
       (one.reasons.length ? one : granting(one, question)));
