@@ -1,7 +1,7 @@
-/* The matrix explorer. It looks up what the engine said (the page's data, written by export.py) and knows no limit of any
-   kernel. A question is {arch, device: null or a GPU, dims: [qk_nope, qk_rope, v_head], dtype, fa_version: null or a
-   number, needs: [feature], prefers: [feature, most wanted first], installed: null or {distribution: version}, policy, shape: null or {sequences, length, heads,
-   graph}}; it stands in the address after #. */
+/* The matrix explorer. It looks up what the engine said (the page's data, written by export.py) and knows no limit of
+   any kernel. A question is {arch, device: null or a GPU, dims: [qk_nope, qk_rope, v_head], dtype, fa_version: null or
+   a number, needs: [feature], prefers: [feature, most wanted first], installed: null or {distribution: version},
+   policy, shape: null or {sequences, length, heads, graph}}; it stands in the address after #. */
 "use strict";
 
 const explorer = (() => {
@@ -98,10 +98,11 @@ const explorer = (() => {
     for (const wish of [...question.prefers].reverse()) {
       eligible.sort((one, other) => other.granted.includes(wish) - one.granted.includes(wish));
     }
+    const rejected = judged.filter((one) => one.reasons.length);
     const best = eligible[0];
     const unmet = best ? question.prefers.filter((wish) => !best.granted.includes(wish)) : [];
     const dtype = best && computesIn(best, question);
-    const shown = [...eligible, ...judged.filter((one) => one.reasons.length)].map((one) => ({
+    const shown = [...eligible, ...rejected].map((one) => ({
       ...candidate(one, question.dims),
       verdict: one === best ? "chosen" : one.reasons.length ? "rejected" : "eligible",
       reasons: one.reasons.map((reason) => worded(reason, question, one)).concat(
@@ -112,7 +113,7 @@ const explorer = (() => {
       candidates: shown,
       notes,
       compute_dtype: dtype || null,
-      warnings: unmet.map((wish) => whyUnmet(wish, question, [...eligible, ...judged.filter((one) => one.reasons.length)])),
+      warnings: unmet.map((wish) => whyUnmet(wish, question, [...eligible, ...rejected])),
       hints: hints(question, judged, best, unmet, ranked),
     };
   }
@@ -133,7 +134,8 @@ const explorer = (() => {
     });
     const stays = data.features[features.indexOf(wish)][2]
       ? fill(texts.stays, { dtype: computesIn(best, question) }) : "";
-    const [label, dims, why] = [labelOf(kernelOf(best.record)), dimsText(question.dims), against.join("; ") || texts.nobody];
+    const [label, dims] = [labelOf(kernelOf(best.record)), dimsText(question.dims)];
+    const why = against.join("; ") || texts.nobody;
     return fill(texts.unmet, { wish, label, dims, arch: question.arch, stays, why });
   }
 
@@ -283,7 +285,8 @@ const explorer = (() => {
     take("dims", "dims", (text) => (text.split(",").length === 3 ? text.split(",").map(width) : undefined));
     take("dtype", "dtype", oneOf(data.dtypes));
     take("fa", "fa_version", oneOf(data.fa_versions));
-    const known = (text) => (listed(text).every((name) => features.includes(name)) ? [...new Set(listed(text))] : undefined);
+    const known = (text) => (listed(text).every((name) => features.includes(name))
+      ? [...new Set(listed(text))] : undefined);
     take("needs", "needs", (text) => known(text)?.sort());
     take("prefers", "prefers", (text) => known(text)?.filter((wish) => !state.needs.includes(wish)));
     take("installed", "installed", (text) => Object.fromEntries(listed(text).map((pair) => {
@@ -361,8 +364,9 @@ const explorer = (() => {
     if (state.fa_version !== null) words.push("--fa-version", state.fa_version);
     if (state.needs.length) words.push("--needs", state.needs.join(","));
     if (state.prefers.length) words.push("--prefers", state.prefers.join(","));
-    const installed = state.installed ? pinned(state.installed) : [];
-    for (const pair of state.installed && !installed.length ? ["none"] : installed) words.push("--installed", quoted(pair));
+    const installed = pinned(state.installed || {});
+    if (state.installed && !installed.length) installed.push("none");
+    for (const pair of installed) words.push("--installed", quoted(pair));
     if (state.policy !== START.policy) words.push("--policy", state.policy);
     if (state.shape) {
       const { sequences, length, heads, graph } = state.shape;
@@ -433,7 +437,8 @@ const explorer = (() => {
     const where = `${dims}, ${question.dtype}${wanted}, on ${question.arch}${device}`;
     const parts = [make("p", { class: "where" }, where)];
     if (chosen) {
-      parts.push(make("h2", { class: `chosen ${chosen.backend}` }, `${chosen.backend} / ${chosen.kernel}`), facts(found));
+      const title = `${chosen.backend} / ${chosen.kernel}`;
+      parts.push(make("h2", { class: `chosen ${chosen.backend}` }, title), facts(found));
     } else {
       parts.push(make("h2", { class: "chosen none" }, "No backend is eligible"));
     }
@@ -470,8 +475,8 @@ const explorer = (() => {
 
   function turnedDown({ candidates }) {
     const rest = candidates.filter(({ verdict }) => verdict !== "chosen");
-    return make("ul", { class: "candidates" }, ...rest.map(({ backend, kernel, verdict, proof, reasons, notes, pad_v_to }) =>
-      make("li", { class: verdict },
+    return make("ul", { class: "candidates" }, ...rest.map((
+      { backend, kernel, verdict, proof, reasons, notes, pad_v_to }) => make("li", { class: verdict },
         make("div", {}, make("b", {}, ...breakable(`${backend} / ${kernel}`)), " ", make("small", {},
           [verdict, pad_v_to && `V to ${pad_v_to}`, proof !== "source" && proof].filter(Boolean).join(", "))),
         make("ul", {}, ...reasons.map(({ code, message, source }) => make("li", {},
@@ -480,7 +485,8 @@ const explorer = (() => {
   }
 
   function measured({ arch, dims }) {
-    return data.profiles.filter((profile) => profile.arch === arch && dimsText(dims) in profile.times).flatMap((profile) => {
+    const here = data.profiles.filter((profile) => profile.arch === arch && dimsText(dims) in profile.times);
+    return here.flatMap((profile) => {
       const shapes = profile.times[dimsText(dims)];
       const kernels = [...new Set(Object.values(shapes).flatMap(Object.keys))];
       const versions = Object.entries(profile.packages).map((pair) => pair.join(" ")).join(", ");
@@ -533,12 +539,13 @@ const explorer = (() => {
     const chosen = found?.chosen;
     const pad = chosen?.pad_v_to ? `, V padded to ${chosen.pad_v_to}` : "";
     const proof = chosen ? `, proof: ${chosen.proof}` : "";
-    const what = chosen ? `${chosen.backend} / ${chosen.kernel}${pad}${proof}` : found ? "no backend" : "not answered here";
+    const none = found ? "no backend" : "not answered here";
+    const what = chosen ? `${chosen.backend} / ${chosen.kernel}${pad}${proof}` : none;
     const tip = `${block} ${dimsText(dims)} on ${arch}: ${what}`;
     const tell = () => { at("tip").textContent = tip; };
-    return make("td", {}, make("button", { type: "button", tabindex: -1, "data-cell": `${arch} ${block}`, "aria-label": tip,
-      "aria-current": here ? "true" : null, class: chosen ? chosen.backend : "none", mouseenter: tell, focus: tell,
-      click: () => open(arch, dims) },
+    return make("td", {}, make("button", { type: "button", tabindex: -1, "data-cell": `${arch} ${block}`,
+      "aria-label": tip, "aria-current": here ? "true" : null, class: chosen ? chosen.backend : "none",
+      mouseenter: tell, focus: tell, click: () => open(arch, dims) },
       ...(chosen ? breakable(chosen.kernel) : ["-"]), chosen?.pad_v_to ? make("sup", {}, "V") : null));
   }
 
@@ -575,7 +582,8 @@ const explorer = (() => {
     }
     for (const how of ["needs", "prefers"]) {
       for (const [name, meaning] of data.features) {
-        const box = make("input", { type: "checkbox", [`data-${how}`]: name, change: () => ask(how, name, box.checked) });
+        const box = make("input", { type: "checkbox", [`data-${how}`]: name,
+          change: () => ask(how, name, box.checked) });
         const words = make("span", {}, make("b", {}, name), how === "needs" ? `: ${meaning}` : "");
         at(how).append(make("label", {}, box, words));
       }
@@ -615,9 +623,9 @@ const explorer = (() => {
 
   /* A feature that is needed or preferred from now on, or no longer. Wishes keep the order in which they were made. */
   function ask(how, name, wanted) {
-    const without = { needs: state.needs.filter((need) => need !== name), prefers: state.prefers.filter((wish) => wish !== name) };
-    if (wanted) without[how].push(name);
-    change({ needs: without.needs.sort(), prefers: without.prefers });
+    const [needs, prefers] = [state.needs, state.prefers].map((names) => names.filter((other) => other !== name));
+    if (wanted) (how === "needs" ? needs : prefers).push(name);
+    change({ needs: needs.sort(), prefers });
     checkFeatures();
     summarise();
   }
