@@ -89,7 +89,7 @@ class Decision:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A line for each of `unmet`: what is computed in its place, and what speaks against each kernel that could."""
+        """What is computed in place of each of `unmet`, and what speaks against each kernel that could, a line each."""
         if not self.unmet:
             return ()
         from mla_prefill.selector.hints import why_unmet  # evaluates the engine again

@@ -43,7 +43,7 @@ class GroupDecision(Decision):
 
     @property
     def hints(self) -> tuple[Hint, ...]:
-        """What would help, rank by rank: each was tried on the rank that it names."""
+        """What would help, rank by rank; each was tried on the rank that it names."""
         alike = _by_value((own.environment, rank) for rank, own in self.ranks)
         decisions = {own.environment: own for _, own in self.ranks}
         tried: dict[str, Hint] = {}

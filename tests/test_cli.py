@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mla_prefill import Environment, Request, load_matrix
 from mla_prefill.capabilities.load import DATA_DIR
 from mla_prefill.cli import build_parser, main
+from mla_prefill.selector.engine import decide
+from mla_prefill.selector.environment import VARIABLES
 
 CONFIGS = Path(__file__).parent / "data" / "hf_configs"
 
@@ -80,6 +83,17 @@ def test_no_backend_is_exit_1_with_the_json_all_the_same(capsys: pytest.CaptureF
     assert "what would help:" in out
 
 
+def test_help_names_every_variable() -> None:
+    assert set(VARIABLES) <= set(build_parser().format_help().replace(",", " ").replace(".", " ").split())
+
+
+def test_nothing_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, data = answer(capsys, "select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "none")
+    nothing = decide(Request((64, 64, 128)), Environment("sm90", installed={}), load_matrix()).to_dict()
+    assert (code, data["candidates"], data["hints"]) == (1, nothing["candidates"], nothing["hints"])
+    assert data["hints"]
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda p: p.stem)
 def test_dims_of_every_config(capsys: pytest.CaptureFixture[str], path: Path) -> None:
     """The answers themselves are held by test_model_configs.py; here the command and its exit codes."""
@@ -111,6 +125,7 @@ USAGE = [
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--fa-version", "x"], "--fa-version"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--needs", "lze"], "did you mean lse?"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "flash-attn"], "DIST==VERSION"),
+    (["select", "--arch", "sm90", "--dims", "1,2,3", "--installed", "none", "--installed", "torch==2.9"], "none alone"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "flash-atn==2"], "did you mean flash-attn?"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--installed", "flash-attn==new"], "not a version"),
     (

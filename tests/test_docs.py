@@ -130,6 +130,17 @@ def test_the_cuda_graph_example_replays() -> None:
     torch.testing.assert_close(names["out"], first * 2)
 
 
+def test_the_json_of_select_is_the_real_one() -> None:
+    """But for the fingerprint; of the candidates one is shown."""
+    (block,) = blocks("docs/selecting.md", "json")
+    shown = json.loads(block)
+    real = select(Request((64, 64, 128), backend="FLASH_ATTN"), Environment("sm90"), load_matrix()).to_dict()
+    (candidate,) = shown.pop("candidates")
+    assert candidate in real.pop("candidates")
+    shown["matrix"]["fingerprint"] = real["matrix"]["fingerprint"]
+    assert shown == real
+
+
 def test_the_block_of_the_readme_is_a_valid_overlay(tmp_path: Path) -> None:
     (block,) = blocks("README.md", "yaml")
     path = tmp_path / "my_model.yaml"

@@ -1,7 +1,7 @@
-/* The matrix explorer. It looks up what the engine said (the page's data, written by export.py) and knows no limit of any
-   kernel. A question is {arch, device: null or a GPU, dims: [qk_nope, qk_rope, v_head], dtype, fa_version: null or a
-   number, needs: [feature], installed: null or {distribution: version}, policy, shape: null or {sequences, length, heads,
-   graph}}; it stands in the address after #. */
+/* The matrix explorer. It looks up what the engine said (the page's data, written by export.py) and knows no limit of
+   any kernel. A question is {arch, device: null or a GPU, dims: [qk_nope, qk_rope, v_head], dtype, fa_version: null or
+   a number, needs: [feature], prefers: [feature, most wanted first], installed: null or {distribution: version},
+   policy, shape: null or {sequences, length, heads, graph}}; it stands in the address after #. */
 "use strict";
 
 const explorer = (() => {
@@ -12,6 +12,8 @@ const explorer = (() => {
   const packages = new Map(data.packages);
   const kernelOf = (record) => data.kernels[record[0]];
   const labelOf = (kernel) => `${kernel[1]}/${kernel[0]}`;
+  const features = data.features.map(([name]) => name);
+  const lackedIn = (mask, feature) => mask >> features.indexOf(feature) & 1;
   const dimsText = (dims) => `(${dims.join(", ")})`;
   const blocks = new Map(Object.entries(data.blocks).map(([name, dims]) => [dimsText(dims), name]));
   const blockOf = (dims) => blocks.get(dimsText(dims));
@@ -73,29 +75,68 @@ const explorer = (() => {
     const stated = (code) => lacking.length && code === data.reasons[record[6]][0];
     const all = [...own, ...found(reasons).filter(([code]) => !stated(code))];
     return { record, reasons: all, notes: notes.map(string), runs, provider, cure: lacking.length ? -1 : cure,
-      lacking: lacking.map((feature) => data.features[feature][0]) };
+      lacking: lacking.map((feature) => data.features[feature][0]), granted: [] };
+  }
+
+  /* An eligible kernel as it provides what is preferred, where needing that as well leaves it eligible. */
+  function granting(one, question) {
+    return question.prefers.reduce((so_far, wish) => {
+      const granted = [...so_far.granted, wish];
+      const needing = judge(one.record, { ...question, needs: [...question.needs, ...granted] });
+      return needing.reasons.length ? so_far : { ...needing, granted };
+    }, one);
   }
 
   function answer(question) {
     const [ranked, source, numbers] = cells(question.arch, question.dims);
-    const judged = numbers.map((number) => judge(data.records[number], question));
+    const judged = numbers.map((number) => judge(data.records[number], question)).map((one) =>
+      (one.reasons.length ? one : granting(one, question)));
     const inOrder = judged.filter((one) => !one.reasons.length);
     const [eligible, from, notes] = question.policy === "measured" ? byTime(inOrder, question, source)
       : [inOrder, source < 0 ? null : string(source), []];
+    // The one exception to the order: what provides a preferred feature comes first, the most wanted one deciding.
+    for (const wish of [...question.prefers].reverse()) {
+      eligible.sort((one, other) => other.granted.includes(wish) - one.granted.includes(wish));
+    }
+    const rejected = judged.filter((one) => one.reasons.length);
     const best = eligible[0];
-    const shown = [...eligible, ...judged.filter((one) => one.reasons.length)].map((one) => ({
+    const unmet = best ? question.prefers.filter((wish) => !best.granted.includes(wish)) : [];
+    const dtype = best && computesIn(best, question);
+    const shown = [...eligible, ...rejected].map((one) => ({
       ...candidate(one, question.dims),
       verdict: one === best ? "chosen" : one.reasons.length ? "rejected" : "eligible",
       reasons: one.reasons.map((reason) => worded(reason, question, one)).concat(
-        one.reasons.length || one === best ? [] : later(one, best, question.arch, from)),
+        one.reasons.length || one === best ? [] : later(one, best, question, from)),
     }));
     return {
       chosen: best ? { ...candidate(best, question.dims), provider: best.provider } : null,
       candidates: shown,
       notes,
-      hints: hints(question, judged, best, ranked),
-      order: from,
+      compute_dtype: dtype || null,
+      warnings: unmet.map((wish) => whyUnmet(wish, question, [...eligible, ...rejected])),
+      hints: hints(question, judged, best, unmet, ranked),
     };
+  }
+
+  /* Some features have a kernel compute in another dtype than that of the request. */
+  function computesIn({ granted }, { needs, dtype }) {
+    const other = [...needs, ...granted].map((name) => data.features[features.indexOf(name)][2]).find(Boolean);
+    return other || dtype;
+  }
+
+  /* Why the best does without a preferred feature: the reasons against each kernel that can provide it at all. */
+  function whyUnmet(wish, question, [best, ...rest]) {
+    const before = best.granted.filter((other) => question.prefers.indexOf(other) < question.prefers.indexOf(wish));
+    const needing = { ...question, needs: [...question.needs, ...before, wish] };
+    const against = [best, ...rest].filter(({ record }) => !lackedIn(kernelOf(record)[3], wish)).flatMap((one) => {
+      const refused = one.reasons.length ? one : judge(one.record, needing);
+      return refused.reasons.map((reason) => worded(reason, question, refused).message);
+    });
+    const stays = data.features[features.indexOf(wish)][2]
+      ? fill(texts.stays, { dtype: computesIn(best, question) }) : "";
+    const [label, dims] = [labelOf(kernelOf(best.record)), dimsText(question.dims)];
+    const why = against.join("; ") || texts.nobody;
+    return fill(texts.unmet, { wish, label, dims, arch: question.arch, stays, why });
   }
 
   /* The order by a timing profile; the engine worked it out for every set of kernels that can be eligible together. */
@@ -155,16 +196,18 @@ const explorer = (() => {
     return { code, message: fill(string(text), values), source: source < 0 ? null : string(source) };
   }
 
-  function later(one, best, arch, from) {
-    const values = { kernel: kernelOf(one.record)[0], chosen: kernelOf(best.record)[0], arch };
-    const message = fill(texts["lower-priority"], values);
-    return [{ code: "lower-priority", message, source: from }];
+  function later(one, best, { arch, prefers }, from) {
+    const lacks = prefers.filter((wish) => best.granted.includes(wish) && !one.granted.includes(wish)).join(", ");
+    const where = lacks ? fill(texts.preferred, { arch, lacks }) : arch;
+    const values = { kernel: kernelOf(one.record)[0], chosen: kernelOf(best.record)[0], arch: where };
+    return [{ code: "lower-priority", message: fill(texts["lower-priority"], values), source: lacks ? null : from }];
   }
 
   /* What would help, best candidate first: each of these was tried by the engine, or is tried here with its answers. */
-  function hints(question, judged, best, ranked) {
+  function hints(question, judged, best, unmet, ranked) {
     const place = best ? judged.indexOf(best) : ranked;
-    const better = place < ranked ? judged.slice(0, place) : judged;
+    const wanted = ({ runs }) => unmet.some((wish) => !lackedIn(runs[4], wish));
+    const better = place < ranked ? judged.filter((one, i) => i < place || wanted(one)) : judged;
     const found = better.filter((one) => one.reasons.length).map((one) => help(question, one)).filter(Boolean);
     if (!best && !blockOf(question.dims)) found.push(...nearest(question));
     return found.slice(0, data.max_hints);
@@ -218,7 +261,7 @@ const explorer = (() => {
   /* A state is the question as it was typed: target, widths and package versions may be what nobody can answer.
      `unread`: what an address says that means nothing here. */
   const START = { target: "H200", dims: [64, 64, 128], dtype: data.dtypes[0], fa_version: null, needs: [],
-    installed: null, policy: "default", shape: null, unread: [] };
+    prefers: [], installed: null, policy: "default", shape: null, unread: [] };
 
   /* A width as a number where it is one, however large; else the text. */
   function width(text) {
@@ -242,10 +285,10 @@ const explorer = (() => {
     take("dims", "dims", (text) => (text.split(",").length === 3 ? text.split(",").map(width) : undefined));
     take("dtype", "dtype", oneOf(data.dtypes));
     take("fa", "fa_version", oneOf(data.fa_versions));
-    take("needs", "needs", (text) => {
-      const needs = [...new Set(listed(text))].sort();
-      return needs.every((need) => features.includes(need)) ? needs : undefined;
-    });
+    const known = (text) => (listed(text).every((name) => features.includes(name))
+      ? [...new Set(listed(text))] : undefined);
+    take("needs", "needs", (text) => known(text)?.sort());
+    take("prefers", "prefers", (text) => known(text)?.filter((wish) => !state.needs.includes(wish)));
     take("installed", "installed", (text) => Object.fromEntries(listed(text).map((pair) => {
       const [name, version] = pair.split("==");
       return [name, version || ""];
@@ -255,8 +298,6 @@ const explorer = (() => {
       `${text}x${given.get("heads")}${given.has("graph") ? " graph" : ""}`));
     return state;
   }
-
-  const features = data.features.map(([name]) => name);
 
   function shapeFrom(text) {
     const match = /^(\d+)x(\d+)x(\d+)( graph)?$/.exec(text);
@@ -268,6 +309,7 @@ const explorer = (() => {
     if (state.dtype !== START.dtype) parts.push(`dtype=${state.dtype}`);
     if (state.fa_version !== null) parts.push(`fa=${state.fa_version}`);
     if (state.needs.length) parts.push(`needs=${state.needs.join(",")}`);
+    if (state.prefers.length) parts.push(`prefers=${state.prefers.join(",")}`);
     if (state.installed) parts.push(`installed=${pinned(state.installed).map(encodeURIComponent).join(",")}`);
     if (state.policy !== START.policy) parts.push(`policy=${state.policy}`);
     if (state.shape) parts.push(`shape=${state.shape.sequences}x${state.shape.length}`, `heads=${state.shape.heads}`);
@@ -286,8 +328,9 @@ const explorer = (() => {
     if (wrong) return { problem: wrong };
     const odd = Object.entries(state.installed || {}).find(([name, version]) => !packages.get(name)?.includes(version));
     if (odd) return { problem: `This page has no answer for ${odd.join(" ")}; the command line has.` };
-    const { dims, dtype, fa_version, needs, installed, policy, shape } = state;
-    const question = { arch, device: deviceOf(state.target), dims, dtype, fa_version, needs, installed, policy, shape };
+    const { dims, dtype, fa_version, needs, prefers, installed, policy, shape } = state;
+    const question = { arch, device: deviceOf(state.target), dims, dtype, fa_version, needs, prefers, installed, policy,
+      shape };
     const timed = shapesOf(question);
     if (shape && timed.length && !timed.includes(shapeText(shape))) {
       return { problem: `No batch of ${shapeText(shape)} was measured; the command line answers by the nearest one.` };
@@ -320,7 +363,10 @@ const explorer = (() => {
     if (state.dtype !== START.dtype) words.push("--dtype", state.dtype);
     if (state.fa_version !== null) words.push("--fa-version", state.fa_version);
     if (state.needs.length) words.push("--needs", state.needs.join(","));
-    for (const pair of pinned(state.installed || {})) words.push("--installed", quoted(pair));
+    if (state.prefers.length) words.push("--prefers", state.prefers.join(","));
+    const installed = pinned(state.installed || {});
+    if (state.installed && !installed.length) installed.push("none");
+    for (const pair of installed) words.push("--installed", quoted(pair));
     if (state.policy !== START.policy) words.push("--policy", state.policy);
     if (state.shape) {
       const { sequences, length, heads, graph } = state.shape;
@@ -379,25 +425,25 @@ const explorer = (() => {
       navigator.clipboard?.writeText(line.textContent).then(() => { event.target.textContent = "Copied"; });
       getSelection().selectAllChildren(line);
     };
-    const lost = state.installed && !pinned(state.installed).length;
-    return make("div", { class: "command" }, line, make("button", { type: "button", click: copy }, "Copy"),
-      lost ? make("p", {}, "Without --installed packages are no constraint there; that nothing is installed can be "
-        + "said in Python alone: Environment(arch, installed={}).") : null);
+    return make("div", { class: "command" }, line, make("button", { type: "button", click: copy }, "Copy"));
   }
 
   function story(question, found) {
     const { chosen } = found;
     const device = question.device ? ` (${question.device})` : "";
-    const needs = question.needs.length ? `, needs ${question.needs.join(", ")}` : "";
+    const wanted = ["needs", "prefers"].filter((how) => question[how].length).map((how) =>
+      `, ${how} ${question[how].join(", ")}`).join("");
     const dims = `${dimsText(question.dims)}${named(question.dims)}`;
-    const where = `${dims}, ${question.dtype}${needs}, on ${question.arch}${device}`;
+    const where = `${dims}, ${question.dtype}${wanted}, on ${question.arch}${device}`;
     const parts = [make("p", { class: "where" }, where)];
     if (chosen) {
-      parts.push(make("h2", { class: `chosen ${chosen.backend}` }, `${chosen.backend} / ${chosen.kernel}`), facts(chosen));
+      const title = `${chosen.backend} / ${chosen.kernel}`;
+      parts.push(make("h2", { class: `chosen ${chosen.backend}` }, title), facts(found));
     } else {
       parts.push(make("h2", { class: "chosen none" }, "No backend is eligible"));
     }
     parts.push(...found.notes.map((note) => make("p", { class: "note" }, note)));
+    parts.push(...found.warnings.map((warning) => make("p", { class: "warning" }, warning)));
     if (found.hints.length) {
       parts.push(make("h3", {}, chosen ? "What would be better" : "What would help"));
       parts.push(make("ul", { class: "hints" }, ...found.hints.map((hint) => make("li", {}, hint))));
@@ -411,11 +457,12 @@ const explorer = (() => {
     return block ? ` (${block})` : "";
   }
 
-  function facts(chosen) {
+  function facts({ chosen, compute_dtype }) {
     const rows = [
       ["FlashAttention", chosen.fa_version],
       ["package", chosen.provider && `${chosen.provider} ${state.installed[chosen.provider]}`],
       ["requires", chosen.requires.join(", ")],
+      ["computes in", compute_dtype],
       ["V", chosen.pad_v_to ? `zero-padded to ${chosen.pad_v_to}` : "as it is"],
       ["proof", make("span", {}, make("a", { href: "../concepts.html#proof-levels" }, chosen.proof),
         chosen.proven ? ` (${chosen.proven})` : "")],
@@ -428,8 +475,8 @@ const explorer = (() => {
 
   function turnedDown({ candidates }) {
     const rest = candidates.filter(({ verdict }) => verdict !== "chosen");
-    return make("ul", { class: "candidates" }, ...rest.map(({ backend, kernel, verdict, proof, reasons, notes, pad_v_to }) =>
-      make("li", { class: verdict },
+    return make("ul", { class: "candidates" }, ...rest.map((
+      { backend, kernel, verdict, proof, reasons, notes, pad_v_to }) => make("li", { class: verdict },
         make("div", {}, make("b", {}, ...breakable(`${backend} / ${kernel}`)), " ", make("small", {},
           [verdict, pad_v_to && `V to ${pad_v_to}`, proof !== "source" && proof].filter(Boolean).join(", "))),
         make("ul", {}, ...reasons.map(({ code, message, source }) => make("li", {},
@@ -438,7 +485,8 @@ const explorer = (() => {
   }
 
   function measured({ arch, dims }) {
-    return data.profiles.filter((profile) => profile.arch === arch && dimsText(dims) in profile.times).flatMap((profile) => {
+    const here = data.profiles.filter((profile) => profile.arch === arch && dimsText(dims) in profile.times);
+    return here.flatMap((profile) => {
       const shapes = profile.times[dimsText(dims)];
       const kernels = [...new Set(Object.values(shapes).flatMap(Object.keys))];
       const versions = Object.entries(profile.packages).map((pair) => pair.join(" ")).join(", ");
@@ -491,12 +539,13 @@ const explorer = (() => {
     const chosen = found?.chosen;
     const pad = chosen?.pad_v_to ? `, V padded to ${chosen.pad_v_to}` : "";
     const proof = chosen ? `, proof: ${chosen.proof}` : "";
-    const what = chosen ? `${chosen.backend} / ${chosen.kernel}${pad}${proof}` : found ? "no backend" : "not answered here";
+    const none = found ? "no backend" : "not answered here";
+    const what = chosen ? `${chosen.backend} / ${chosen.kernel}${pad}${proof}` : none;
     const tip = `${block} ${dimsText(dims)} on ${arch}: ${what}`;
     const tell = () => { at("tip").textContent = tip; };
-    return make("td", {}, make("button", { type: "button", tabindex: -1, "data-cell": `${arch} ${block}`, "aria-label": tip,
-      "aria-current": here ? "true" : null, class: chosen ? chosen.backend : "none", mouseenter: tell, focus: tell,
-      click: () => open(arch, dims) },
+    return make("td", {}, make("button", { type: "button", tabindex: -1, "data-cell": `${arch} ${block}`,
+      "aria-label": tip, "aria-current": here ? "true" : null, class: chosen ? chosen.backend : "none",
+      mouseenter: tell, focus: tell, click: () => open(arch, dims) },
       ...(chosen ? breakable(chosen.kernel) : ["-"]), chosen?.pad_v_to ? make("sup", {}, "V") : null));
   }
 
@@ -531,9 +580,13 @@ const explorer = (() => {
       at("pins").append(make("label", {}, make("input", { type: "radio", name: "fa", value: version,
         change: () => change({ fa_version: version || null }) }), ` ${version || "any"}`));
     }
-    for (const [name, meaning] of data.features) {
-      const box = make("input", { type: "checkbox", "data-feature": name, change: readNeeds });
-      at("features").append(make("label", {}, box, make("span", {}, make("b", {}, name), `: ${meaning}`)));
+    for (const how of ["needs", "prefers"]) {
+      for (const [name, meaning] of data.features) {
+        const box = make("input", { type: "checkbox", [`data-${how}`]: name,
+          change: () => ask(how, name, box.checked) });
+        const words = make("span", {}, make("b", {}, name), how === "needs" ? `: ${meaning}` : "");
+        at(how).append(make("label", {}, box, words));
+      }
     }
     for (const [name, versions] of data.packages) {
       at("packages").append(make("label", {}, name, make("select", { "data-package": name, change: readPackages },
@@ -568,10 +621,19 @@ const explorer = (() => {
     change({ dims: ["nope", "rope", "v"].map((id) => width(at(id).value)) });
   }
 
-  function readNeeds() {
-    const chosen = [...document.querySelectorAll("[data-feature]:checked")];
-    change({ needs: chosen.map((box) => box.dataset.feature).sort() });
+  /* A feature that is needed or preferred from now on, or no longer. Wishes keep the order in which they were made. */
+  function ask(how, name, wanted) {
+    const [needs, prefers] = [state.needs, state.prefers].map((names) => names.filter((other) => other !== name));
+    if (wanted) (how === "needs" ? needs : prefers).push(name);
+    change({ needs: needs.sort(), prefers });
+    checkFeatures();
     summarise();
+  }
+
+  function checkFeatures() {
+    for (const how of ["needs", "prefers"]) {
+      for (const box of at(how).querySelectorAll("input")) box.checked = state[how].includes(box.dataset[how]);
+    }
   }
 
   /* The batches that were measured in these dims on this GPU. */
@@ -596,6 +658,7 @@ const explorer = (() => {
 
   function summarise() {
     at("needs-summary").textContent = state.needs.join(", ") || "nothing special";
+    at("prefers-summary").textContent = state.prefers.join(", then ") || "nothing";
     at("installed-summary").textContent = state.installed === null ? "no constraint"
       : pinned(state.installed).join(", ") || "none";
   }
@@ -613,12 +676,12 @@ const explorer = (() => {
     document.querySelectorAll("[data-package]").forEach((select) => {
       select.value = state.installed?.[select.dataset.package] ?? "";
     });
-    for (const box of document.querySelectorAll("[data-feature]")) box.checked = state.needs.includes(box.dataset.feature);
+    checkFeatures();
     at("policy").value = state.policy;
     // On a phone the answer comes before what the summaries say anyway.
     const roomy = matchMedia("(min-width: 56rem)").matches;
     at("installed").open = roomy && state.installed !== null;
-    at("needs").open = roomy && state.needs.length > 0;
+    for (const how of ["needs", "prefers"]) at(how).open = roomy && state[how].length > 0;
     fillDims();
     summarise();
   }

@@ -8,7 +8,8 @@ Packages combine without end, but the engine judges each one on its own. So what
 engine says with no package, with packages no constraint, and with each single package in each version of interest; the
 page puts a combination together as the engine does: the first package without a reason against it, the first kernel
 without one. Features are asked for in any combination, too: what is exported is which of them a kernel lacks, and the
-answers for each set of those that decide more than that (`_deciding`). Widths that no block names are exported as
+answers for each set of those that decide more than that (`_deciding`). A preferred feature is answered as the engine
+does it, by asking whether a kernel stays eligible where it is needed. Widths that no block names are exported as
 regions of the plane (`regions`), a timing profile as the orders it leads to (`timings`). ``tests/site`` holds the page
 to ``select --format json``, cell by cell.
 """
@@ -29,7 +30,7 @@ from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.load import DATA_DIR, DATA_LABEL, KINDS
 from mla_prefill.capabilities.matrix import BRANDS
 from mla_prefill.capabilities.model import DTYPES, MAX_HEAD_DIM, Kernel
-from mla_prefill.selector.decision import Verdict
+from mla_prefill.selector.decision import COMPUTES_IN, Verdict
 from mla_prefill.selector.engine import decide
 from mla_prefill.selector.hints import CURED_BY_AN_INSTALL, MAX_HINTS, tried
 from mla_prefill.selector.reasons import MEANINGS, Reason
@@ -50,10 +51,19 @@ TEXTS = {
     "ask_without": "ask for {label} and do without {missing}: {label}",
     "default_order": DEFAULT_ORDER + "{why}",
     "timed_with": "{note}; timed with {packages}",
+    "preferred": "{arch}, where {lacks} is preferred",
+    "unmet": "{wish} is preferred, but {label} for {dims} on {arch} is without{stays}: {why}",
+    "stays": ", so q, k and v stay in {dtype}",
+    "nobody": "no kernel provides it",
     "nearest": "the nearest dims with a backend here are {near} ({block}); for {dims} add a block",
 }
-#: Versions that people have and no rule names.
-WIDESPREAD = {"flash-attn": ("2.8.3",), "vllm": ("0.33.0",), "tokenspeed-mla": ("2.0.4",)}
+#: Versions that people have and no rule names: common ones, and one below every floor.
+WIDESPREAD = {
+    "flash-attn": ("2.8.3",),
+    "vllm": ("0.33.0",),
+    "tokenspeed-mla": ("2.0.4",),
+    "flashinfer-python": ("0.2.14",),
+}
 _VERSION = re.compile(r"[<>=!~]=?\s*([0-9][^,\s\"']*)")
 
 
@@ -101,10 +111,10 @@ class Export:
             "cured": sorted(CURED_BY_AN_INSTALL),
             "meanings": MEANINGS,
             "architectures": {a.id: [a.name, list(a.products), list(a.spellings)] for a in arches},
-            "kernels": [[k.name, k.backend, k.fa_version] for k in matrix.kernels.values()],
+            "kernels": [[k.name, k.backend, k.fa_version, self._without(k.provides)] for k in matrix.kernels.values()],
             "fa_versions": list(matrix.fa_versions),
             "dtypes": list(DTYPES),
-            "features": [[name, matrix.features[name]] for name in self.features],
+            "features": [[name, matrix.features[name], COMPUTES_IN.get(name)] for name in self.features],
             "deciding": [self.features.index(name) for name in self.deciding],
             "packages": list(self.packages.items()),
             "blocks": {b.name: list(b.dims) for b in matrix.blocks.values()},
@@ -323,10 +333,14 @@ class Export:
         return tuple(found)
 
     def _runs(self, verdict: Verdict) -> tuple[Any, ...]:
-        """How the candidate would run: proof, requirements, dtypes."""
+        """How the candidate would run: proof, requirements, dtypes, what it was proven with, features that it lacks."""
         c = verdict.candidate
         requires, dtypes = tuple(map(self.strings, c.requires)), tuple(map(DTYPES.index, c.dtypes))
-        return self.strings(c.proof), requires, dtypes, self.strings(c.proven)
+        return self.strings(c.proof), requires, dtypes, self.strings(c.proven), self._without(c.provides)
+
+    def _without(self, provides: frozenset[str]) -> int:
+        """The features that are not provided: the sum of 2^i over them."""
+        return sum(1 << i for i, name in enumerate(self.features) if name not in provides)
 
 
 MISSING, LACKING = "kernel-not-installed", "feature-missing"

@@ -267,7 +267,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         "--installed",
         action="append",
         metavar="DIST==VERSION",
-        help="a kernel package of the target (repeatable; names all of them, each once; "
+        help="a kernel package of the target (repeatable; names all of them, each once; 'none': there is none; "
         "default with --arch or --gpu: packages are no constraint)",
     )
 

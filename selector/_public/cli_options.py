@@ -133,12 +133,14 @@ def _installed(given: list[str] | None, matrix: Matrix) -> dict[str, str] | None
 
     if given is None:
         return None
+    if given == ["none"]:
+        return {}
     installed: dict[str, str] = {}
     for text in given:
         name, equals, version = text.partition("==")
         name = canonical(name.strip())
         if not equals:
-            raise UsageError(f"--installed takes DIST==VERSION such as flash-attn==2.8.3, got {text!r}")
+            raise UsageError(f"--installed takes DIST==VERSION such as flash-attn==2.8.3, or none alone; got {text!r}")
         if name not in matrix.distributions:
             raise UsageError(
                 f"--installed {text}: no kernel comes from {name!r}; {nearest(name, matrix.distributions)}"

@@ -18,9 +18,12 @@ from mla_prefill import BatchShape, Environment, Matrix, MLADimensions, Request,
 from mla_prefill.capabilities.model import DTYPES
 from mla_prefill.capabilities.profiles import Profile
 from mla_prefill.selector.engine import decide
+from packaging.version import Version
 
+PACKAGES = "return JSON.parse(document.getElementById('data').textContent).packages"
 ANSWERS = "return JSON.stringify(arguments[0].map(explorer.answer))"
 #: What operators have: nothing, one package old or new, an engine with everything, AMD's, and things that do not fit.
+#: Which versions the page knows follows from the data: `known` takes the nearest.
 MACHINES: tuple[dict[str, str] | None, ...] = (
     None,
     {},
@@ -60,13 +63,14 @@ class Question(NamedTuple):
     policy: str = "default"
     shape: BatchShape | None = None
     device: str | None = None
+    prefers: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         return {**self._asdict(), "shape": self.shape and self.shape._asdict()}
 
     def expected(self, matrix: Matrix) -> dict[str, Any]:
         request = Request(
-            self.dims, self.dtype, self.fa_version, needs=self.needs, policy=self.policy, shape=self.shape
+            self.dims, self.dtype, self.fa_version, None, self.needs, self.policy, self.shape, self.prefers
         )
         return decide(request, Environment(self.arch, self.installed, device=self.device), matrix).to_dict()
 
@@ -91,10 +95,24 @@ def shown(answer: dict[str, Any]) -> dict[str, Any]:
         "candidates": [{name: candidate[name] for name in fields} for candidate in answer["candidates"]],
         "notes": answer["notes"],
         "hints": answer["hints"],
+        "compute_dtype": answer["compute_dtype"],
+        "warnings": answer["warnings"],
     }
 
 
+def known(installed: dict[str, str] | None, packages: dict[str, list[str]]) -> dict[str, str] | None:
+    """Each package in the newest version that the page knows and that is not above the one given, else the oldest."""
+
+    def nearest(name: str, version: str) -> str:
+        older = [here for here in packages[name] if Version(here) <= Version(version)]
+        return older[-1] if older else packages[name][0]
+
+    return installed and {name: nearest(name, version) for name, version in installed.items() if name in packages}
+
+
 def assert_the_page_says_what_select_says(browser: Any, asked: list[Question], matrix: Matrix) -> None:
+    packages = dict(browser.execute_script(PACKAGES))
+    asked = [question._replace(installed=known(question.installed, packages)) for question in asked]
     for start in range(0, len(asked), 2000):  # a script of a browser under test has 30 seconds
         some = asked[start : start + 2000]
         answers = json.loads(browser.execute_script(ANSWERS, [question.plain() for question in some]))
@@ -157,6 +175,39 @@ def test_every_set_of_features(arch: str, page: Any, matrix: Matrix) -> None:
     assert_the_page_says_what_select_says(page(), asked, matrix)
 
 
+#: Most wanted first, met by many or by none, in either order, or by another package than the next wish alone would be.
+WISHES = (
+    ("out", "strided_v"),
+    ("strided_v", "out"),
+    ("fp8_query", "out"),
+    ("sparse", "context_chunk"),
+    ("context_chunk", "lse"),
+    ("fp8_output", "strided_v"),
+    ("cuda_graph", "fp8_output", "fp8_query", "lse"),
+)
+
+
+@every_arch
+def test_every_wish(arch: str, page: Any, matrix: Matrix) -> None:
+    """Each feature alone for every block, dtype and machine; then some together, with needs, pins and other dims."""
+    alone = [(feature,) for feature in sorted(matrix.features)]
+    asked = [
+        Question(arch, dims, dtype, None, installed, prefers=prefers)
+        for dims in BLOCKS
+        for dtype in DTYPES
+        for installed in MACHINES
+        for prefers in alone
+    ]
+    pins = (None, *matrix.fa_versions)
+    asked += [
+        Question(arch, dims, DTYPES[i % len(DTYPES)], pins[(i + j) // 3 % 4], MACHINES[(i + j) % len(MACHINES)], needs, prefers=prefers)
+        for j, dims in enumerate((*BLOCKS, *OTHERS) * 2)
+        for i, prefers in enumerate((*alone, *WISHES))
+        for needs in ((), ("lse",), ("fp8_query", "lse"), ("context_chunk", "out"))
+    ]  # fmt: skip
+    assert_the_page_says_what_select_says(page(), asked, matrix)
+
+
 @every_arch
 def test_any_three_numbers(arch: str, page: Any, matrix: Matrix) -> None:
     """Thousands of triples by chance, most of them near a bound of some kernel, others odd or huge."""
@@ -200,6 +251,7 @@ def test_the_measured_policy(page: Any, matrix: Matrix) -> None:
         for installed in MACHINES
         for pin, needs in ((None, ()), (3, ()), (None, ("cuda_graph",)))
     ]
+    asked += [question._replace(prefers=WISHES[i % len(WISHES)]) for i, question in enumerate(asked[::3])]
     assert len(asked) > 5000
     assert_the_page_says_what_select_says(page(), asked, matrix)
 
@@ -214,12 +266,7 @@ def test_each_timed_package_in_each_version(page: Any, matrix: Matrix, export: A
         for name, versions in packages.items()
         for version in versions
     ]
-    known = [
-        q._replace(installed={n: v for n, v in q.installed.items() if v in packages.get(n, ())})
-        for q in asked
-        if q.installed
-    ]
-    assert_the_page_says_what_select_says(page(), known, matrix)
+    assert_the_page_says_what_select_says(page(), asked, matrix)
 
 
 def test_the_measured_policy_without_a_profile(page: Any, matrix: Matrix) -> None:
@@ -273,6 +320,8 @@ def test_two_profiles_of_one_gpu_with_gaps(page: Any, matrix: Matrix, export: An
         "#gpu=sm_100a&dims=97,30,61&dtype=float16&needs=lse,out",
         "#gpu=NVIDIA%20H200&dims=64,64,128&policy=measured&shape=8x512&heads=16&graph",
         "#gpu=B200&dims=192,64,256&policy=measured&needs=fp8_query",
+        "#gpu=B200&dims=128,64,128&needs=lse&prefers=fp8_query,out",
+        "#gpu=H200&dims=64,64,128&installed=",
     ],
 )
 def test_the_command_that_the_page_shows_is_the_same_question(query: str, page: Any) -> None:

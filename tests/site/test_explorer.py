@@ -107,11 +107,44 @@ def test_features_that_are_chosen(page: Any) -> None:
     browser = page("#gpu=B200&dims=128,64,128")
     assert chosen(browser) == "FLASH_ATTN / fa4"
     browser.find_element(By.CSS_SELECTOR, "#needs summary").click()
-    browser.find_element(By.CSS_SELECTOR, "[data-feature=fp8_query]").click()
+    browser.find_element(By.CSS_SELECTOR, "[data-needs=fp8_query]").click()
     assert chosen(browser) == "TRTLLM_RAGGED / trtllm_ragged"
     assert address(browser) == "#gpu=B200&dims=128,64,128&needs=fp8_query"
     assert "do without fp8_query: FLASH_ATTN/fa4" in browser.find_element(By.CLASS_NAME, "hints").text
     assert "--needs fp8_query" in browser.find_element(By.CSS_SELECTOR, ".command code").text
+
+
+def test_features_that_are_preferred(page: Any, matrix: Matrix) -> None:
+    """Most wanted first, in the order in which they are checked; one that is needed is no wish."""
+    browser = page("#gpu=B200&dims=128,64,128")
+    browser.find_element(By.CSS_SELECTOR, "#prefers summary").click()
+    for feature in ("fp8_query", "out"):
+        browser.find_element(By.CSS_SELECTOR, f"[data-prefers={feature}]").click()
+    assert chosen(browser) == "TRTLLM_RAGGED / trtllm_ragged"
+    assert address(browser) == "#gpu=B200&dims=128,64,128&prefers=fp8_query,out"
+    assert browser.find_element(By.ID, "prefers-summary").text == "fp8_query, then out"
+    story = browser.find_element(By.ID, "answer").text
+    assert "computes in\nfloat8_e4m3fn" in story
+    assert "trtllm_ragged comes before fa4 on sm100, where fp8_query is preferred" in story
+    assert "--prefers fp8_query,out" in browser.find_element(By.CSS_SELECTOR, ".command code").text
+    browser.find_element(By.CSS_SELECTOR, "#needs summary").click()
+    browser.find_element(By.CSS_SELECTOR, "[data-needs=out]").click()
+    assert address(browser) == "#gpu=B200&dims=128,64,128&needs=out&prefers=fp8_query"
+    assert not browser.find_element(By.CSS_SELECTOR, "[data-prefers=out]").is_selected()
+    typed(browser, "target", "H200")
+    asked = Request((128, 64, 128), needs=["out"], prefers=["fp8_query"])
+    (warning,) = decide(asked, Environment("sm90"), matrix).warnings
+    assert browser.find_element(By.CLASS_NAME, "warning").text == warning
+    assert "computes in\nbfloat16" in browser.find_element(By.ID, "answer").text
+
+
+def test_nothing_is_installed(page: Any) -> None:
+    browser = page("#gpu=H200&dims=64,64,128")
+    browser.find_element(By.CSS_SELECTOR, "#installed summary").click()
+    browser.find_element(By.ID, "constrained").click()
+    assert chosen(browser) == "No backend is eligible"
+    command = browser.find_element(By.CSS_SELECTOR, ".command code").text
+    assert command == "mla-prefill select --gpu H200 --dims 64,64,128 --installed none --explain"
 
 
 def test_the_measured_policy_is_chosen(page: Any) -> None:
@@ -140,6 +173,9 @@ def test_the_measured_policy_is_chosen(page: Any) -> None:
         ("#dims=a,b,c", "These cannot be head dims"),
         ("#fa=9&dtype=int4", "Not answered here"),
         ("#needs=speed", "Not answered here"),
+        ("#prefers=fp8_query,speed", "Not answered here"),
+        ("#gpu=gfx942&dims=128,64,128&prefers=out,strided_v", "ROCM_AITER_FA / aiter"),
+        ("#gpu=gfx942&dims=128,64,128&prefers=strided_v,out", "FLASH_ATTN / fa2"),
         ("#gpu=NVIDIA+H200&needs=lse&policy=measured&shape=1x128&heads=16", "FLASH_ATTN / fa4"),
         ("#policy=measured&shape=3x77&heads=5", "Not answered here"),
     ],
