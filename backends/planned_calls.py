@@ -55,10 +55,12 @@ class Recorded(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What to repeat: the compiled function and what follows q, k, v, out and LSE."""
+    """What to repeat: the compiled function, what follows q, k, v, out and LSE, and the shapes of out and LSE."""
 
     function: Callable[..., Any]
     rest: tuple[Any, ...]
+    out: tuple[int, ...]
+    lse: tuple[int, ...]
 
 
 class CacheTap:
@@ -199,18 +201,20 @@ def direct_call(calls: list[Recorded], batch: Batch, run: Observed) -> Planned:
             raise CannotPlan(f"the compiled function got another {name} than the public function (a copy?)")
     if run.out is not None:
         check_out(run.out)
-    return Planned(calls[0].function, tuple(repeatable(value, batch) for value in rest))
+    tokens, heads, _ = run.q.shape
+    repeated = tuple(repeatable(value, batch) for value in rest)
+    return Planned(calls[0].function, repeated, out=(tokens, heads, run.v.shape[2]), lse=(heads, tokens))
 
 
 def repeat(
     planned: Planned, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """One direct call of the compiled function."""
-    tokens, heads, _ = q.shape
+    """One direct call of the compiled function. A batch's shapes are those of its first run: asking costs 0.2 us more."""
+    function, rest, out_shape, lse_shape = planned
     if out is None:
-        out = q.new_empty((tokens, heads, v.shape[2]))
-    lse = q.new_empty((heads, tokens), dtype=torch.float32) if return_lse else None
-    planned.function(q, k, v, out, lse, *planned.rest)
+        out = q.new_empty(out_shape)
+    lse = q.new_empty(lse_shape, dtype=torch.float32) if return_lse else None
+    function(q, k, v, out, lse, *rest)
     return out, lse
 
 

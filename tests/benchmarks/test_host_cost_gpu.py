@@ -57,7 +57,7 @@ def raw_fa4(plan: Any) -> Call:
     q, k, v = tensors()
     plan.run(q, k, v, return_lse=True)
     plan.run(q, k, v, return_lse=True)
-    [(function, rest)] = planned_of(plan)
+    [(function, rest, *_)] = planned_of(plan)
 
     def call(q: Any, k: Any, v: Any) -> Any:
         out = q.new_empty((TOKENS, HEADS, DIMS.v_head_dim))
