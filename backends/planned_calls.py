@@ -209,7 +209,7 @@ def direct_call(calls: list[Recorded], batch: Batch, run: Observed) -> Planned:
 def repeat(
     planned: Planned, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """One direct call of the compiled function. A batch's shapes are those of its first run: asking costs 0.2 us more."""
+    """One direct call of the compiled function. Shapes are those of the batch's first run: asking costs 0.2 us more."""
     function, rest, out_shape, lse_shape = planned
     if out is None:
         out = q.new_empty(out_shape)
