@@ -82,6 +82,7 @@ def load_measured(
 
     Raises:
         KernelError, NoBackendError, ValueError: as ``load``, for each of the kernels; ValueError for another policy.
+            Leave a kernel out with ``MLA_PREFILL_DISABLE``.
     """
     if decision.request.policy != "measured":
         raise ValueError(f'load_measured takes a decision with policy="measured", this has {decision.request.policy!r}')

@@ -398,8 +398,9 @@ def _choices(profile: Profile, matrix: Matrix, environment: Environment, graph: 
 
     def by_other_shapes(dims: MLADimensions, shape: Shape, times: Mapping[str, float]) -> str | None:
         others = {known: t for known, t in profile.times(dims, graph).items() if known != shape}
-        there = others[measured.nearest(others, shape)] if others else {}
-        return min(times.keys() & there.keys(), key=there.__getitem__, default=None)
+        device = profile.times(dims, True)
+        ranked = measured.ranking(others, list(times), BatchShape(*shape, graph), device) if others else []
+        return next(iter(ranked), None)
 
     return {
         "default": default,

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from mla_prefill.backends.base import PrefillAdapter, PrefillPlan, lengths
+import torch
+from mla_prefill.backends import validation
+from mla_prefill.backends.base import Batch, PrefillAdapter, PrefillPlan, lengths
 from mla_prefill.capabilities.profiles import Shape
 from mla_prefill.selector.measured import nearest
 from torch import Tensor
@@ -28,11 +30,21 @@ class MeasuredPrefill:
         self.adapters, self.chosen, self.fastest = dict(adapters), chosen, dict(fastest)
         self._nearest = functools.lru_cache(maxsize=1024)(functools.partial(nearest, tuple(fastest)))
 
+    @property
+    def device(self) -> torch.device:
+        """Where q, k and v are to be."""
+        return self.adapters[self.chosen].device
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of q, k and v."""
+        return self.adapters[self.chosen].num_heads
+
     def adapter_for(self, new_tokens: list[int]) -> PrefillAdapter:
         """The adapter for sequences with these numbers of new tokens, by the nearest timed shape."""
-        if not self.fastest:
+        if not (self.fastest and new_tokens):
             return self.adapters[self.chosen]
-        shape = Shape.of(new_tokens, self.adapters[self.chosen].num_heads)
+        shape = Shape.of(new_tokens, self.num_heads)
         return self.adapters[self.fastest[self._nearest(shape)]]
 
     def plan(
@@ -52,6 +64,8 @@ class MeasuredPrefill:
         The choice needs the lengths on the host: without ``cu_seqlens_q_cpu`` it waits once for the device.
         """
         adapter = self.adapters[self.chosen]
+        if validate:
+            validation.check_batch(Batch(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal), self.device)
         if causal and self.fastest:
             if cu_seqlens_q_cpu is None:
                 cu_seqlens_q_cpu = cu_seqlens_q.cpu()

@@ -42,7 +42,7 @@ class Shape(NamedTuple):
         """How far apart two shapes are, by logarithms: in length and in independent problems, then in heads alone.
 
         A head of a sequence is a problem of its own: 1x512 with 128 heads costs what 8x512 with 16 heads costs. On an
-        H200, deciding each shape by its nearest other one loses 3.6 % so.
+        H200, deciding each shape by its nearest other one loses 2.9 % so.
         """
         problems = math.log2(self.sequences * self.heads) - math.log2(other.sequences * other.heads)
         length = math.log2(self.length) - math.log2(other.length)

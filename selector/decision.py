@@ -89,12 +89,15 @@ class Decision:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is computed in place of each of `unmet`, and what speaks against each kernel that could, a line each."""
+        """A version of the chosen kernel's package that nobody checked; then what is computed in place of each of
+        `unmet`, and what speaks against each kernel that could. A line each.
+        """
+        remarks = next((verdict.notes for verdict in self.verdicts if verdict.verdict == "chosen"), ())
         if not self.unmet:
-            return ()
+            return remarks
         from mla_prefill.selector.hints import why_unmet  # evaluates the engine again
 
-        return tuple(why_unmet(self, wish) for wish in self.unmet)
+        return (*remarks, *(why_unmet(self, wish) for wish in self.unmet))
 
     @property
     def rejected(self) -> tuple[Verdict, ...]:
@@ -140,6 +143,7 @@ class Decision:
             "constraints": [c._asdict() for c in self.constraints],
             "notes": list(self.notes),
             "compute_dtype": self.compute_dtype,
+            "unmet": list(self.unmet),
             "warnings": list(self.warnings),
             "hints": [h.text for h in self.hints],
             "matrix": {"fingerprint": self.matrix.fingerprint, "schema_version": self.matrix.schema_version},
@@ -196,11 +200,10 @@ class Decision:
         lines.append(f"  V: {'zero-padded to ' + str(c.pad_v_to) if c.pad_v_to else 'as it is'}")
         lines.append(f"  proof: {c.proof}{f' ({c.proven})' if c.proven else ''}   row: {c.source}")
         order = self.matrix.order_for(self.arch, self.request.dims)
-        if order and not self.notes:  # under the measured policy a note says what the order rests on
+        if order and self.request.policy != "measured":  # there a note says what the order rests on
             met = [wish for wish in self.request.prefers if wish not in self.unmet]
             lines.append(f"  order: {', '.join(met) + ' is preferred, then ' if met else ''}{order.source}")
-        chosen = next(v for v in self.verdicts if v.verdict == "chosen")
-        return lines + [f"  warning: {note}" for note in chosen.notes]
+        return lines
 
 
 class NoBackendError(LookupError):

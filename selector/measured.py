@@ -55,7 +55,8 @@ def fastest_by_shape(decision: Decision, graph: bool = False) -> dict[Shape, str
     Args:
         graph: inside CUDA graphs, where only device time counts.
     """
-    eligible = [verdict for verdict in decision.verdicts if verdict.verdict != "rejected"]
+    met = set(decision.request.prefers).difference(decision.unmet)  # a wish comes before speed
+    eligible = [v for v in decision.verdicts if v.verdict != "rejected" and met <= v.candidate.provides]
     found = _applicable(eligible, decision.request, decision.environment, decision.arch, decision.matrix, graph)
     if not eligible or isinstance(found, str):
         return {}
@@ -130,6 +131,8 @@ def _same_version(one: str | None, other: str | None) -> bool:
 def _note(profile: Profile, times: Times, request: Request, environment: Environment) -> str:
     graph = request.shape is not None and request.shape.graph
     how = "in a CUDA graph" if graph else f"eager, over {profile.layers} layers"
+    if request.shape is not None and not graph:
+        how += f", within {TIE:.0%} by the time in a graph"
     where = "the mean of its shapes" if request.shape is None else f"its shape {nearest(times, _shape(request.shape))}"
     note = f"policy measured: ordered by {profile.label}, {where}, {how}"
     if environment.packages is not None:

@@ -1,7 +1,8 @@
 """Telling an engine's log what was decided, through the standard library: logger ``mla_prefill``, each thing once.
 
 One INFO line for the choice, a DEBUG line for each rejection; where nothing has imported ``logging`` nobody listens to
-either, and a cold query is spared the 5 ms of importing it. A WARNING for each preferred feature that is not provided.
+either, and a cold query is spared the 5 ms of importing it. A WARNING for each preferred feature that is not provided,
+and for a package's unverified version.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ _told: dict[Hashable, object] = {}
 
 
 def decision(decision: Decision) -> None:
-    """Says what was chosen, what was preferred in vain, and at DEBUG level why not the others."""
-    for wish, text in zip(decision.unmet, decision.warnings, strict=True):
+    """Says what was chosen, what to be warned of, and at DEBUG level why not the others."""
+    warnings, unmet = decision.warnings, decision.unmet
+    for text in warnings[: len(warnings) - len(unmet)]:
+        warning("%s", text)
+    for wish, text in zip(unmet, warnings[len(warnings) - len(unmet) :], strict=True):
         # An engine asks for each layer: what matters is the kind of layer, what was asked, and what came of it.
-        warning("%s", text, once=(decision.request.dims, wish, decision.chosen and decision.chosen.kernel))
+        kernel = decision.chosen and decision.chosen.kernel
+        warning("%s", text, once=(decision.arch, decision.request.dims, wish, kernel))
     if (logging := sys.modules.get("logging")) is None:
         return
     log = logging.getLogger(LOGGER)

@@ -98,7 +98,6 @@ def batch(device: str) -> dict[str, Any]:
     starts, context = (torch.tensor(s, dtype=torch.int32, device=device) for s in ([0, 3, 7], [0, 2, 7]))
     q, k, v = (torch.randn(7, 32, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
     names: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 4, "max_seqlen_k": 4}
-    names["cu_seqlens_q_cpu"] = starts
     names |= {"cu_seqlens_context": context, "max_seqlen_context": 5, "k_context": k, "v_context": v}
     return names | {"q": q, "k": k, "v": v}
 

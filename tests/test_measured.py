@@ -356,6 +356,15 @@ def test_only_what_is_eligible_is_the_fastest(with_profiles: Measured) -> None:
     assert measured.fastest_by_shape(decision) == {}
 
 
+def test_a_wish_that_is_met_comes_before_speed(with_profiles: Measured) -> None:
+    """PyTorch's build of FA2 writes into no given out; one that no kernel meets leaves all of them."""
+    matrix = with_profiles(record())
+    wishing = decide(Request(MISTRAL, policy="measured", prefers=["out"]), H200, matrix)
+    assert measured.fastest_by_shape(wishing) == {(1, 512, 16): "fa3"}
+    in_vain = decide(Request(MISTRAL, policy="measured", prefers=["sparse"]), H200, matrix)
+    assert measured.fastest_by_shape(in_vain) == {(1, 512, 16): "fa2"}
+
+
 # ---- the question ---------------------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,17 @@ def test_a_plan_is_made_by_the_kernel_of_the_nearest_timed_shape(
     torch.testing.assert_close(lse, expected_lse)
 
 
+def test_it_tells_where_and_how_many_heads(prefill: MeasuredPrefill, adapter: PrefillAdapter) -> None:
+    assert (prefill.device, prefill.num_heads) == (adapter.device, adapter.num_heads)
+
+
+def test_an_empty_batch_is_the_chosen_kernels(prefill: MeasuredPrefill) -> None:
+    none = torch.zeros(1, dtype=torch.int32)
+    assert prefill.plan(none, none, 0, 0, causal=True).adapter is prefill.adapters["one"]
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: must be contiguous, of shape \(sequences \+ 1,\)"):
+        prefill.plan(none, none, 0, 0, causal=True, validate=True)
+
+
 def test_without_a_profile_it_is_the_chosen_kernel(adapter: PrefillAdapter) -> None:
     alone = MeasuredPrefill({"one": adapter}, "one", {})
     assert alone.adapter_for([16]) is alone.adapter_for([4096]) is adapter

@@ -363,6 +363,7 @@ def test_c46_newer_than_checked_is_a_warning_not_a_refusal() -> None:
     chosen = next(v for v in decision.verdicts if v.verdict == "chosen")
     assert chosen.candidate.kernel == "fa2"
     assert "unverified version: flash-attn 2.9.1" in chosen.notes[0]
+    assert decision.warnings == tuple(decision.to_dict()["warnings"]) == chosen.notes
     assert "warning: unverified" in decision.explain()
     known = ask("sm90", DEEPSEEK, {"flash-attn": "2.8.3"})
     assert next(v for v in known.verdicts if v.verdict == "chosen").notes == ()

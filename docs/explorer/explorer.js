@@ -113,7 +113,9 @@ const explorer = (() => {
       candidates: shown,
       notes,
       compute_dtype: dtype || null,
-      warnings: unmet.map((wish) => whyUnmet(wish, question, [...eligible, ...rejected])),
+      unmet,
+      warnings: [...(best ? best.notes : []),
+        ...unmet.map((wish) => whyUnmet(wish, question, [...eligible, ...rejected]))],
       hints: hints(question, judged, best, unmet, ranked),
     };
   }
@@ -467,7 +469,6 @@ const explorer = (() => {
       ["proof", make("span", {}, make("a", { href: "../concepts.html#proof-levels" }, chosen.proof),
         chosen.proven ? ` (${chosen.proven})` : "")],
       ["row", sourceLink(chosen.row)],
-      ["warning", chosen.notes.join("; ")],
     ];
     const kept = rows.filter(([, value]) => value);
     return make("dl", {}, ...kept.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
