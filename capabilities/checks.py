@@ -6,6 +6,7 @@ reported in one run.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -17,7 +18,7 @@ from mla_prefill.capabilities.findings import Finding, MatrixError, nearest
 from mla_prefill.capabilities.load import COMPILED, DATA_LABEL, KINDS, Sources, compiled_text, document, gather
 from mla_prefill.capabilities.matrix import Cell, Matrix, dims_of
 from mla_prefill.capabilities.model import DTYPES, Block, MLADimensions
-from mla_prefill.capabilities.row_order import Misplaced, movable, place, ranks
+from mla_prefill.capabilities.row_order import Misplaced, obstacles, place, ranks
 from mla_prefill.capabilities.schema import validate
 from mla_prefill.capabilities.source import SourceFile, parse
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -458,13 +459,12 @@ def rows_are_in_order(sheets: Sheets) -> Findings:
     for source, rows in misplaced_rows(sheets):
         by_file[source].append(rows)
     for source, lists in by_file.items():
-        for rows, fixable in zip(lists, movable(source, lists), strict=True):
+        for rows, obstacle in zip(lists, obstacles(source, lists), strict=True):
             mark, comes_first = rows.marks(source)
             message = "rows are not in order: by kernel as in kernels.yaml, then fa_version, then arch"
             hint = f"the row of line {comes_first[0]} comes before this one"
-            if not fixable:
-                hint += "; move it by hand, since whose a comment or blank line is cannot be told"
-            yield source.finding(mark, "X384", message, hint, severity="notice", fixable=fixable)
+            hint += f"; move it by hand, since {obstacle}" if obstacle else ""
+            yield source.finding(mark, "X384", message, hint, severity="notice", fixable=not obstacle)
 
 
 def _is_one_line_list(source: SourceFile, mark: tuple[int, int]) -> bool:
@@ -477,23 +477,37 @@ def _pair(dims: MLADimensions) -> str:
 
 
 def version_ranges_hold_a_version(sheets: Sheets) -> Findings:
-    for source, path, text in sheets.requirements():
-        if versions.intersect((versions.split(text)[1],)) is None:
-            message = f"{text!r} holds no version"
-            yield source.finding(source.locate(path), "X330", message, "the lower bound is not below the upper one")
+    ranges = [(source, path, text, versions.split(text)[1]) for source, path, text in sheets.requirements()]
     for leaf in ("version", "verified"):
-        for source, path, text in sheets.listed("kernels", "providers", leaf):
-            if versions.intersect((text,)) is None:
-                yield source.finding(source.locate(path), "X330", f"{text!r} holds no version", "turn the bounds round")
+        ranges += [(*found, found[-1]) for found in sheets.listed("kernels", "providers", leaf)]
+    for source, path, text, specifier in ranges:
+        if _is_empty(specifier):
+            yield source.finding(source.locate(path), "X330", f"{text!r} holds no version", _why_empty(specifier))
     for source, path, row, dims, named in sheets.rows:
         for requirement in row.get("requires", ()):
             name, specifier = versions.split(requirement)
             for kernel, provider in ((k, p) for k in named for p in sheets.matrix.kernels[k].providers):
                 same = versions.canonical(provider.distribution) == name
-                if same and versions.intersect((provider.version, specifier)) is None:
+                told = _is_empty(specifier) or _is_empty(provider.version)
+                if same and not told and _is_empty(provider.version, specifier):
                     message = f"{requirement!r} and {kernel}'s own {provider.version!r} exclude each other"
                     mark = source.locate([*path, "requires"])
                     yield source.finding(mark, "X330", message, f"for {dims}: see {provider.source}")
+
+
+def _is_empty(*specifiers: str) -> bool:
+    return versions.intersect(specifiers) is None
+
+
+def _why_empty(specifier: str) -> str:
+    """The first two clauses that no version satisfies together, or the one that none satisfies."""
+    clauses = [clause.strip() for clause in specifier.split(",")]
+    for clause in filter(_is_empty, clauses):
+        return f"no version satisfies {clause}"
+    for one, other in itertools.combinations(clauses, 2):
+        if _is_empty(one, other):
+            return f"{one} and {other} exclude each other"
+    return "its clauses together exclude every version"
 
 
 def bounds_admit_prereleases(sheets: Sheets) -> Findings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -162,16 +163,27 @@ ADVICE: dict[str, str] = {
     "X381": "Run `mla-prefill check --fix`",
     "X382": "Run `mla-prefill check --fix`; by hand where the list takes several lines",
     "X383": "Run `mla-prefill check --fix`",
-    "X384": "Run `mla-prefill check --fix`; by hand where it cannot tell which row a comment or blank line belongs to",
+    "X384": "Run `mla-prefill check --fix`; by hand where the hint says why it cannot",
 }
 
 
+def _folded(name: str) -> str:
+    return re.sub("[-_. ]", "", name.lower())
+
+
+def _is_near_miss(name: str, known: str) -> bool:
+    """Whether one letter differs; or they begin alike, and two letters differ or they end alike (`FLASH_ATTENTION`)."""
+    parts = difflib.SequenceMatcher(None, name, known, autojunk=False).get_opcodes()
+    changed = sum(max(b - a, d - c) for tag, a, b, c, d in parts if tag != "equal")
+    return changed == 1 or (name[0] == known[0] and (changed == 2 or name[-1] == known[-1]))
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
-    """A hint that names the closest known value, or the known ones where nothing is close."""
-    names, name = [str(k) for k in known], str(name)[:100]
-    lowered = {n.lower(): n for n in names}
-    close = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {lowered[close[0]]}?"
+    """A hint that names the known value that was misspelled; the known ones where the name is another word."""
+    names, asked = [str(k) for k in known], _folded(str(name)[:100])
+    folded = {_folded(n): n for n in names}
+    close = difflib.get_close_matches(asked, list(folded), n=3, cutoff=0.66)
+    if meant := next((n for n in close if _is_near_miss(asked, n)), None):
+        return f"did you mean {folded[meant]}?"
     shown = ", ".join(sorted(names)[:24])
     return f"known: {shown}{', ...' if len(names) > 24 else ''}"

@@ -49,6 +49,7 @@ class Sources:
     evidence: list[SourceFile] = field(default_factory=list)
     measured: list[SourceFile] = field(default_factory=list)
     folder: Path = DATA_DIR
+    no_files: list[str] = field(default_factory=list)  # labels of what is named as a record and is no file
 
     def all(self) -> Iterator[tuple[str, SourceFile]]:
         """(kind, file) of everything, overlays last."""
@@ -70,7 +71,11 @@ def _fingerprint(blobs: Iterable[tuple[str, bytes]]) -> str:
 
 
 def _records(folder: Path, kind: str) -> list[Path]:
-    """The JSON files of ``evidence`` or ``measured``."""
+    """The JSON files of ``evidence`` or ``measured``: no folder or pipe of such a name, which `check` reports."""
+    return [path for path in _named_as_records(folder, kind) if path.is_file()]
+
+
+def _named_as_records(folder: Path, kind: str) -> list[Path]:
     return sorted((folder / kind).glob("*.json"))
 
 
@@ -113,7 +118,13 @@ def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> 
     evidence, measured = (
         [read_file(p, f"{label}/{kind}/{p.name}") for p in _records(folder, kind)] for kind in ("evidence", "measured")
     )
-    return Sources(files, overlays, evidence, measured, folder)
+    no_files = [
+        f"{label}/{kind}/{p.name}"
+        for kind in ("evidence", "measured")
+        for p in _named_as_records(folder, kind)
+        if not p.is_file()
+    ]
+    return Sources(files, overlays, evidence, measured, folder, no_files)
 
 
 def kind_of(source: SourceFile, path: Path) -> str:

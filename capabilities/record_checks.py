@@ -28,6 +28,8 @@ MAX_FINDINGS = 20
 
 def check_records(sources: Sources, matrix: Matrix) -> Findings:
     """Every finding about records."""
+    for label in sources.no_files:
+        yield Finding(label, 1, 1, "X360", "not a regular file, so no record is read from it", "move or rename it")
     for kind, files in (("evidence", sources.evidence), ("measured", sources.measured)):
         for source in files:
             yield from itertools.islice(_unreadable(source, kind, matrix), MAX_FINDINGS)

@@ -14,6 +14,11 @@ from mla_prefill.capabilities.source import Mark, Seq, SourceFile, parse
 
 _DASH = re.compile(r"( *)- +\Z")
 _BREAKS = "\n\r\x85\u2028\u2029"
+#: Why rows stay where they are.
+_NO_LINES = "the rows do not each begin a line with their dash"
+_WHOSE = "whose a comment or blank line is cannot be told"
+_ENDINGS = "their lines end in different ways"
+_READS_OTHERWISE = "the file would read otherwise"
 
 
 def place(
@@ -45,22 +50,23 @@ class Misplaced(NamedTuple):
         return source.locate([*self.path, place]), source.locate([*self.path, row])
 
 
-def movable(source: SourceFile, lists: Sequence[Misplaced]) -> list[bool]:
-    """Which of these lists `move` can put in order: it is tried, and what comes of it read again."""
+def obstacles(source: SourceFile, lists: Sequence[Misplaced]) -> list[str]:
+    """Why `move` cannot put each of these lists in order, "" where it can: tried, and what comes of it read again."""
     lines = list(source.lines)
-    moved = [move(lines, source.at_path(rows.path), rows.order) for rows in lists]
+    why_not = [move(lines, source.at_path(rows.path), rows.order) for rows in lists]
     again = SourceFile(source.label, "".join(lines).encode())
+    changed = [_READS_OTHERWISE] * len(lists)
     if parse(again):
-        return [False] * len(lists)
-    for rows in itertools.compress(lists, moved):
+        return changed
+    for rows in itertools.compress(lists, (not why for why in why_not)):
         new, old = again.at_path(rows.path), source.at_path(rows.path)
         if new != [old[i] for i in rows.order]:
-            return [False] * len(lists)
+            return changed
         new[:] = old
-    return moved if again.data == source.data else [False] * len(lists)
+    return why_not if again.data == source.data else changed
 
 
-def move(lines: list[str], rows: Seq, order: Sequence[int]) -> bool:
+def move(lines: list[str], rows: Seq, order: Sequence[int]) -> str:
     """Puts the rows of one list into ``order``, each with the comment lines right above it; nothing else moves.
 
     Args:
@@ -69,14 +75,14 @@ def move(lines: list[str], rows: Seq, order: Sequence[int]) -> bool:
         order: which row comes first, second ...
 
     Returns:
-        False, with nothing changed, where it cannot be told which lines belong to which row: rows that do not start
-        lines of their own, blank lines or differently indented comments between them, a comment at an end that moves.
+        "", or with nothing changed why not: rows that do not start lines of their own, lines that end in different
+        ways, blank lines or differently indented comments between the rows, a comment at an end that moves.
     """
     starts = [line - 1 for line, _ in rows.marks]
     dashes = {m[1] if (m := _DASH.match(lines[line - 1][: column - 1])) else None for line, column in rows.marks}
     indent = dashes.pop()
     if dashes or indent is None or len(set(starts)) < len(starts):
-        return False
+        return _NO_LINES
     end = starts[-1] + 1
     for i in range(end, len(lines)):
         if _is_remark(lines[i]):
@@ -92,12 +98,14 @@ def move(lines: list[str], rows: Seq, order: Sequence[int]) -> bool:
         any(_is_remark(piece[-1]) for piece in region)
         or (order[0] != 0 and _is_remark(above) and above.strip())
         or (order[-1] != len(order) - 1 and below.startswith(f"{indent}") and _is_remark(below) and below.strip())
-        or len(set(breaks[:-1]) | {breaks[-1] or breaks[0]}) > 1
     )
-    if not ambiguous:
-        moved = [line.rstrip(_BREAKS) for i in order for line in region[i]]
-        lines[owned[0] : end] = map("".join, zip(moved, breaks, strict=True))
-    return not ambiguous
+    if ambiguous:
+        return _WHOSE
+    if len(set(breaks[:-1]) | {breaks[-1] or breaks[0]}) > 1:
+        return _ENDINGS
+    moved = [line.rstrip(_BREAKS) for i in order for line in region[i]]
+    lines[owned[0] : end] = map("".join, zip(moved, breaks, strict=True))
+    return ""
 
 
 def _with_comments(lines: Sequence[str], first: int, start: int, indent: str) -> int:

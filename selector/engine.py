@@ -274,12 +274,10 @@ def _require_known(asked: _Asked, request: Request, matrix: Matrix) -> None:
     for what, given in (("backend", (asked.backend,) if asked.backend else ()), ("disable", asked.disable)):
         for name in given:
             if name not in names:
-                gone = renamed.BACKENDS.get(name)
-                raise UnknownNameError(
-                    f"backend {name} ({origins[what]}) was {gone}"
-                    if gone
-                    else f"unknown backend {name!r} ({origins[what]}); {nearest(name, names)}"
-                )
+                if gone := renamed.BACKENDS.get(name):
+                    raise UnknownNameError(f"backend {name} ({origins[what]}) was {gone}")
+                unknown = f"unknown backend {name!r} ({origins[what]}), which this matrix does not support"
+                raise UnknownNameError(f"{unknown}; {nearest(name, names)}")
     if asked.fa_version is not None and asked.fa_version not in matrix.fa_versions:
         known = ", ".join(map(str, matrix.fa_versions))
         raise UnknownNameError(

@@ -27,7 +27,8 @@ Proposal = tuple[str, Request, Environment]
 
 def hints(decision: Decision) -> tuple[Hint, ...]:
     """The hints that hold: applied, the named candidate becomes eligible. At most `MAX_HINTS`, best candidate first."""
-    found = [hint for verdict in _worth_having(decision) for hint in tried(decision, verdict)]
+    found = [hint for wish in decision.unmet for hint in _granted(decision, wish)]
+    found += [hint for verdict in _worth_having(decision) for hint in tried(decision, verdict)]
     if decision.chosen is None:
         found += _nearest_dims(decision)
     return tuple(found[:MAX_HINTS])
@@ -36,10 +37,7 @@ def hints(decision: Decision) -> tuple[Hint, ...]:
 def why_unmet(decision: Decision, wish: str) -> str:
     """Why a preferred feature is not provided: the reasons against each kernel that can provide it at all."""
     request, kernels, chosen = decision.request, decision.matrix.kernels, decision.kernel
-    earlier = request.prefers[: request.prefers.index(wish)]
-    needed = (*request.needs, *(other for other in earlier if other not in decision.unmet), wish)
-    again = decide(_changed(request, needs=needed), decision.environment, decision.matrix)
-    needing = {verdict.candidate.kernel: verdict for verdict in again.verdicts}
+    needing = {verdict.candidate.kernel: verdict for verdict in _needing(decision, wish).verdicts}
     against = [
         reason.message
         for verdict in decision.verdicts
@@ -49,6 +47,24 @@ def why_unmet(decision: Decision, wish: str) -> str:
     stays = f", so q, k and v stay in {decision.compute_dtype}" if wish in COMPUTES_IN else ""
     why = "; ".join(against) or "no kernel provides it"
     return f"{wish} is preferred, but {chosen.label} for {request.dims} on {decision.arch} is without{stays}: {why}"
+
+
+def _needing(decision: Decision, wish: str) -> Decision:
+    """The same question with a wish as a need, beside the earlier wishes that are met."""
+    request = decision.request
+    earlier = request.prefers[: request.prefers.index(wish)]
+    needed = (*request.needs, *(other for other in earlier if other not in decision.unmet), wish)
+    return decide(_changed(request, needs=needed), decision.environment, decision.matrix)
+
+
+def _granted(decision: Decision, wish: str) -> Iterator[Hint]:
+    """What would let the chosen kernel itself provide a wish: changes of the environment, never of the question."""
+    again = _needing(decision, wish)
+    for verdict in again.verdicts:
+        if verdict.candidate.kernel == decision.kernel.name and verdict.verdict == "rejected":
+            for hint in tried(again, verdict):
+                if hint.request == again.request:
+                    yield hint._replace(request=decision.request)
 
 
 def _worth_having(decision: Decision) -> list[Verdict]:

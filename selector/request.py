@@ -272,5 +272,5 @@ def dtype_name(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.").lower()
     name = _DTYPE_ALIASES.get(name, name)
     if name not in DTYPES:
-        raise RequestError(f"unknown dtype {dtype!r}; {nearest(name, DTYPES)}")
+        raise RequestError(f"unknown dtype {dtype!r}; {nearest(name, (*DTYPES, *_DTYPE_ALIASES))}")
     return name

@@ -164,6 +164,21 @@ def test_a_wish_is_granted_only_where_nothing_speaks_against_the_need(matrix: Ma
     assert chosen(ask("sm100", DEEPSEEK, matrix, both, prefers=["context_chunk"])) == "fa2"
 
 
+def test_a_wish_that_a_newer_version_grants_says_so_first(matrix: Matrix) -> None:
+    """The chosen kernel is the one to cure: of flash-attn-4 the versions before 4.0.0b10 crash in a context chunk."""
+    early = {"flash-attn-4": "4.0.0b8"}
+    hint = ask("sm90", DEEPSEEK, matrix, early, prefers=["context_chunk"]).hints[0]
+    assert hint.text == "install flash-attn-4>=4.0.0b10 for FLASH_ATTN/fa4"
+    cured = decide(hint.request, hint.environment, matrix)
+    assert (cured.request.prefers, cured.unmet, chosen(cured)) == (("context_chunk",), (), "fa4")
+
+
+def test_no_hint_gives_up_what_was_asked_for_a_wish(matrix: Matrix) -> None:
+    decision = ask("sm90", DEEPSEEK, matrix, {"flash-attn-4": "4.0.0b36"}, prefers=["fp8_output"])
+    assert decision.unmet == ("fp8_output",)
+    assert all(hint.request == decision.request for hint in decision.hints)
+
+
 def test_of_two_wishes_the_first_weighs_more(matrix: Matrix) -> None:
     for prefers, kernel in ((["fp8_query", "cuda_graph"], "trtllm_ragged"), (["cuda_graph", "fp8_query"], "fa4")):
         decision = ask("sm100", DEEPSEEK, matrix, prefers=prefers)

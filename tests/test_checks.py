@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from mla_prefill import Environment, Request
 from mla_prefill.backends.records import lined
 from mla_prefill.capabilities import Matrix, MatrixError, MLADimensions, checks, fixes, load, load_matrix
-from mla_prefill.capabilities.findings import CODES, Finding
+from mla_prefill.capabilities.findings import CODES, Finding, nearest
 from mla_prefill.capabilities.report import FORMATS
 from mla_prefill.capabilities.source import SourceFile, parse_or_raise
 from mla_prefill.selector.diff import diff
@@ -53,7 +54,8 @@ CASES = [
     ("X322", "matrix.yaml", "kernels: [fa3]", "kernels: [fa3, aiter]", "nothing is excused for aiter"),
     ("X323", "matrix.yaml", "- arch: [sm70]\n", "- arch: [sm70, sm75]\n", "narrow one of the two"),
     ("X330", "kernels.yaml", "flash-attn-4>=4.0.0b11", "flash-attn-4>=4.0.0b11,<4.0.0b11", "holds no version"),
-    ("X330", "kernels.yaml", 'verified: ">=2.6.0,<2.8.4"', 'verified: ">=2.8,<2.7"', "holds no version"),
+    ("X330", "kernels.yaml", 'verified: ">=2.6.0,<2.8.4"', 'verified: ">=2.8,<2.7"', ">=2.8 and <2.7 exclude each other"),
+    ("X330", "matrix.yaml", FA_ROW, FA_ROW.replace("}", ', requires: ["flash-attn==2.7.*,!=2.7.*"]}'), "==2.7.* and !=2.7.* exclude each other"),
     ("X330", "matrix.yaml", FA_ROW, FA_ROW.replace("}", ', requires: ["flash-attn-4<4.0.0b1"]}'), "exclude each other"),
     ("X331", "kernels.yaml", "flash-attn-4>=4.0.0b11", "flash-attn-4>=4", "write >=4b0"),
     ("X332", "kernels.yaml", 'version: ">=2.6.0"', 'version: ">=2.6..0"', "not a version range"),
@@ -380,6 +382,7 @@ def test_fix_puts_rows_in_order_with_their_comments_and_moves_nothing_else(
         ["      -", ROWS[4].replace("-", " ", 1), ROWS[0]],
         ["      - # why", ROWS[4].replace("-", " ", 1), ROWS[0]],
         [f"      [{ROWS[4].strip(' -')},", f"       {ROWS[0].strip(' -')}]"],
+        [f"      [{ROWS[4].strip(' -')}, {ROWS[0].strip(' -')}]"],
     ],
 )
 def test_rows_whose_lines_cannot_be_told_apart_are_left_alone(tmp_path: Path, rows: list[str]) -> None:
@@ -388,7 +391,42 @@ def test_rows_whose_lines_cannot_be_told_apart_are_left_alone(tmp_path: Path, ro
     assert mended(path, text) == text
     (found,) = (f for f in checks.check_path(None, [path]) if f.code == "X384")
     assert not found.fixable
-    assert "by hand" in found.hint
+    own_lines = all(row.lstrip().startswith(("- {", "#")) or not row for row in rows)
+    why = "whose a comment or blank line is" if own_lines else "the rows do not each begin a line"
+    assert f"by hand, since {why}" in found.hint
+
+
+@pytest.mark.parametrize("kind", ["evidence", "measured"])
+@pytest.mark.parametrize("odd", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_named_as_a_record_and_is_no_file_stops_no_load(
+    data_folder: Path, kind: str, odd: Callable[[Path], None]
+) -> None:
+    before = load_matrix(data_folder).fingerprint
+    odd(data_folder / kind / "odd.json")
+    assert load_matrix(data_folder).fingerprint == before
+    (found,) = (f for f in findings_of(data_folder) if f.path.endswith("odd.json"))
+    assert (found.code, found.severity) == ("X360", "error")
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("bogus", ["lse", "out"], None),
+        ("a", ["fa2", "fa4"], None),
+        ("h100", ["sm100", "sm90"], None),
+        ("FLASHMLA", ["FLASH_ATTN", "FLASHINFER"], None),
+        ("FLASH_ATTN_MLA", ["FLASH_ATTN"], None),
+        ("FLASH_ATN", ["FLASH_ATTN", "FLASHINFER"], "FLASH_ATTN"),
+        ("FLASH_ATTENTION", ["FLASH_ATTN"], "FLASH_ATTN"),
+        ("fa-4", ["fa3", "fa4"], "fa4"),
+        ("bfloat61", ["bfloat16", "float16"], "bfloat16"),
+        ("sm_9O", ["sm80", "sm90"], "sm90"),
+        ("mistral_4", ["mistral_small_4"], "mistral_small_4"),
+        ("LSE", ["lse"], "lse"),
+    ],
+)
+def test_only_a_misspelling_is_taken_for_another_name(name: str, known: list[str], meant: str | None) -> None:
+    assert nearest(name, known) == (f"did you mean {meant}?" if meant else f"known: {', '.join(sorted(known))}")
 
 
 def test_fix_mends_the_order_of_rows_and_of_architectures_at_once(tmp_path: Path) -> None:
