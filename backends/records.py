@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import tempfile
@@ -67,8 +68,11 @@ def target(kind: str, stem: str, output: str | Path | None = None, suffix: str =
         stem: what the record is about and its date, in any spelling.
         output: the user's file (ends in ``suffix``) or folder. None: the data folder of a checkout that can be written
             to, else the working directory.
+
+    Raises:
+        ValueError: ``output`` is a file of another kind.
     """
-    if output is not None and str(output).endswith(suffix):
+    if output is not None and _names_a_file(output, suffix):
         return Path(output)
     folder = Path(output) if output is not None else default_folder(kind)
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
@@ -80,17 +84,39 @@ def default_folder(kind: str) -> Path:
     return DATA_DIR / kind if in_checkout() and os.access(DATA_DIR, os.W_OK) else Path()
 
 
-def check_target(kind: str, output: str | Path | None) -> None:
-    """Raises ValueError where a record could not be written: said before the work, not after it."""
-    path = target(kind, "probe", output)
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    try:
-        with tempfile.TemporaryFile(
-            dir=folder
-        ):  # what may be written is not what the mode bits say, for root above all
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; give --output another file or folder") from error
+def _names_a_file(output: str | Path, suffix: str) -> bool:
+    path = Path(output)
+    if path.is_dir() or str(output).endswith(os.sep):
+        return False
+    if path.suffix not in ("", suffix):
+        raise ValueError(f"--output {output}: give a {suffix} file such as {path.with_suffix(suffix)}, or a folder")
+    return path.suffix == suffix
+
+
+def check_target(kind: str, output: str | Path | None, *beside: str) -> None:
+    """Raises ValueError where a record could not be written: said before the work, not after it.
+
+    Args:
+        beside: suffixes of what is written next to the record.
+    """
+    record = target(kind, "probe", output)
+    for path in (record, *map(record.with_suffix, beside)):
+        try:
+            _try(path)
+        except OSError as error:
+            named = output if output is not None and record != Path(output) else path
+            raise ValueError(f"cannot write {named}: {error.strerror}; give --output another file or folder") from error
+
+
+def _try(path: Path) -> None:
+    """What may be written is not what the mode bits say, for root above all."""
+    if path.is_file():
+        with path.open("ab"):
+            return
+    if path.exists():
+        raise OSError(errno.EINVAL, "not a regular file")
+    with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
+        pass
 
 
 def write(path: Path, text: str) -> None:

@@ -27,7 +27,7 @@ from mla_prefill.capabilities import tables
 from mla_prefill.capabilities.matrix import Cell, Matrix
 from mla_prefill.capabilities.model import MLADimensions
 from mla_prefill.selector.engine import decide
-from mla_prefill.selector.environment import Environment
+from mla_prefill.selector.environment import NO_OVERRIDES, Environment, Overrides
 from mla_prefill.selector.request import Request
 
 #: operation -> what serving needs of a kernel for it.
@@ -78,12 +78,18 @@ EVERYTHING = Wanted()
 
 
 def tasks(
-    matrix: Matrix, arch: str, installed: dict[str, str], wanted: Wanted = EVERYTHING
+    matrix: Matrix,
+    arch: str,
+    installed: dict[str, str],
+    wanted: Wanted = EVERYTHING,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> tuple[list[Task], list[Skipped]]:
-    """Every cell of this architecture that an installed provider offers, and those that its sheet rules out.
+    """Every cell of this architecture that an installed provider offers, and those that are ruled out.
 
-    A cell without a row is possible, and run; any other reason against it (version, dtype, known bad) rules it out.
+    A cell without a row is possible, and run; any other reason against it (version, dtype, known bad, an environment
+    variable) rules it out. Kernels named in ``wanted`` beat a variable that forces others.
     """
+    forced = not wanted.kernels and (overrides.backend, overrides.fa_version) != (None, None)
     run: list[Task] = []
     skipped: list[Skipped] = []
     for dims in wanted.dims or dict.fromkeys(block.dims for block in matrix.blocks.values()):
@@ -91,7 +97,8 @@ def tasks(
             if wanted.kernels and cell.kernel.name not in wanted.kernels:
                 continue
             for task in _tasks_of(cell, dims, installed, wanted.dtypes or DTYPES):
-                why = _ruled_out(task, matrix, arch, installed)
+                environment = Environment(arch, {task.provider: installed[task.provider]}, overrides=overrides)
+                why = _ruled_out(task, matrix, environment, None if forced else task.kernel)
                 if why:
                     skipped.append(Skipped(task, why))
                 else:
@@ -108,10 +115,9 @@ def _tasks_of(cell: Cell, dims: MLADimensions, installed: dict[str, str], dtypes
                     yield Task(runs.kernel, offer.distribution, dims, pad, dtype, operation, cell.allowed)
 
 
-def _ruled_out(task: Task, matrix: Matrix, arch: str, installed: dict[str, str]) -> str:
+def _ruled_out(task: Task, matrix: Matrix, environment: Environment, backend: str | None) -> str:
     """Everything against this cell except that no row allows it."""
-    request = Request(task.dims, task.dtype, backend=task.kernel, needs=OPERATIONS[task.operation])
-    environment = Environment(arch, {task.provider: installed[task.provider]})
+    request = Request(task.dims, task.dtype, backend=backend, needs=OPERATIONS[task.operation])
     verdicts = decide(request, environment, matrix).verdicts
     reasons = next(v.reasons for v in verdicts if v.candidate.kernel == task.kernel)
     return "; ".join(reason.message for reason in reasons if reason.code != "no-rule")
@@ -352,16 +358,18 @@ def verify(
 
     Raises:
         KernelError: nothing could be run.
-        UnknownNameError: this machine's architecture is not in the matrix.
+        UnknownNameError: this machine's architecture, or what an environment variable names, is not in the matrix.
     """
     from mla_prefill.backends import records  # needs torch, which the words above do not
 
     arch = matrix.arch(environment.arch)
-    todo, skipped = tasks(matrix, arch, environment.installed or {}, wanted)
+    todo, skipped = tasks(matrix, arch, environment.installed or {}, wanted, environment.overrides)
     for task, why in skipped:
         report(f"left out: {task}: {why}")
     if not todo:
-        raise KernelError(f"nothing to verify: no installed package offers such a cell on {arch}")
+        raise KernelError(
+            f"nothing to verify: no installed package offers such a cell on {arch}{', see above' if skipped else ''}"
+        )
     packages = records.packages(matrix)
 
     def record() -> dict[str, Any]:

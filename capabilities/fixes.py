@@ -64,12 +64,19 @@ def mended(source: SourceFile, kind: str, findings: Sequence[Finding], misplaced
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replaces a file in one step: a reader sees the old content or the new, never half of it."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(content)
+    """Replaces a file, or what a link leads to, in one step: a reader sees the old content or the new, never half.
+
+    Raises ValueError where it cannot be written.
+    """
+    target = path.resolve()
     try:
-        os.chmod(file.name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(file.name, path)
-    except OSError:
-        os.unlink(file.name)
-        raise
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+            file.write(content)
+        try:
+            os.chmod(file.name, target.stat().st_mode & 0o777 if target.exists() else 0o644)
+            os.replace(file.name, target)
+        except OSError:
+            os.unlink(file.name)
+            raise
+    except OSError as error:  # it names the temporary file, which nobody asked for
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error

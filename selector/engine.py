@@ -271,7 +271,7 @@ def _can_hold(matrix: Matrix, backend: Any, fa_version: Any) -> bool:
 def _require_known(asked: _Asked, request: Request, matrix: Matrix) -> None:
     names = (*matrix.backends, *matrix.kernels)
     origins = {c.name: c.origin for c in asked.constraints}
-    for what, given in (("backend", (asked.backend,) if asked.backend else ()), ("disable", asked.disable)):
+    for what, given in (("backend", () if asked.backend is None else (asked.backend,)), ("disable", asked.disable)):
         for name in given:
             if name not in names:
                 if gone := renamed.BACKENDS.get(name):
@@ -286,7 +286,7 @@ def _require_known(asked: _Asked, request: Request, matrix: Matrix) -> None:
     for feature in (*request.needs, *request.prefers):
         if feature not in matrix.features:
             raise UnknownNameError(f"unknown feature {feature!r}; {nearest(feature, matrix.features)}")
-    if asked.backend and asked.fa_version is not None and not _can_hold(matrix, asked.backend, asked.fa_version):
+    if None not in (asked.backend, asked.fa_version) and not _can_hold(matrix, asked.backend, asked.fa_version):
         raise UnknownNameError(
             f"{asked.backend} ({origins['backend']}) has no FlashAttention version {asked.fa_version} "
             f"({origins['fa_version']}); give one of the two"
@@ -311,7 +311,7 @@ def _weigh(
     ):
         wanted = "the request is for " + (asked.backend or f"FlashAttention {asked.fa_version}")
         reasons.append(Reason("not-requested", subject, wanted, kernel.backend, None))
-    elif cell.order is not None and cell.on_request is not None and not (asked.backend or asked.fa_version):
+    elif cell.order is not None and cell.on_request is not None and asked.backend is None and asked.fa_version is None:
         policy = f"on {arch} it is used on request only (policy: {cell.on_request})"
         reasons.append(Reason("not-requested", subject, policy, kernel.backend, cell.order.source))
     if disabled := tuple(name for name in asked.disable if name in (kernel.backend, kernel.name)):

@@ -15,7 +15,7 @@ from mla_prefill.selector.request import Request
 
 
 def refused(overrides: Overrides, matrix: Matrix) -> dict[str, str]:
-    """Variable -> why `select` would refuse its value: a name or version that the matrix has not."""
+    """Variable -> why no query has an answer: a name or version that the matrix has not, or a contradiction."""
     each = [
         ("MLA_PREFILL_BACKEND", Overrides(backend=overrides.backend)),
         ("MLA_PREFILL_FA_VERSION", Overrides(fa_version=overrides.fa_version)),
@@ -27,7 +27,22 @@ def refused(overrides: Overrides, matrix: Matrix) -> dict[str, str]:
             wrong[variable] = f"{wrong[variable]}; {why}" if variable in wrong else why
     if not wrong and (why := _refusal(overrides, matrix)):  # each can be meant, both together cannot
         wrong["MLA_PREFILL_FA_VERSION"] = why
+    if not wrong and _nothing_left(overrides, matrix):
+        disabled = ",".join(overrides.disable)
+        wrong["MLA_PREFILL_DISABLE"] = (
+            f"MLA_PREFILL_DISABLE={disabled} disables every kernel that the other variables leave; shorten it"
+        )
     return wrong
+
+
+def _nothing_left(overrides: Overrides, matrix: Matrix) -> bool:
+    """Whether every kernel that the other variables ask for is disabled."""
+    return all(
+        {kernel.backend, kernel.name}.intersection(overrides.disable)
+        for kernel in matrix.kernels.values()
+        if overrides.backend in (None, kernel.backend, kernel.name)
+        and overrides.fa_version in (None, kernel.fa_version)
+    )
 
 
 def _refusal(overrides: Overrides, matrix: Matrix) -> str | None:

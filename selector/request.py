@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from mla_prefill.capabilities.matrix import Matrix
 
 POLICIES = ("default", "measured")
+#: Tokens; no sequence is longer than what an int32 of ``cu_seqlens`` counts.
+LONGEST = 2**31
 _DTYPE_ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -69,10 +72,17 @@ class BatchShape(_Shape):
 
     @classmethod
     def of(cls, lengths: Sequence[int], heads: int, graph: bool = False) -> BatchShape:
-        """The shape of a batch with these lengths of new tokens."""
-        if not lengths:
+        """The shape of a batch with these lengths of new tokens. Raises RequestError for what is no such list."""
+        try:
+            whole = [operator.index(length) for length in lengths]
+        except TypeError:
+            whole = [-1]
+        if not whole:
             raise RequestError("shape: a batch has at least one sequence")
-        return cls(*Shape.of(lengths, heads), graph)
+        if not all(0 <= length < LONGEST for length in whole):
+            given = f"{lengths!r}"[:80]
+            raise RequestError(f"shape: lengths must be whole numbers of tokens such as [512, 128], got {given}")
+        return cls(*Shape.of(whole, heads), graph)
 
 
 class _Fields(NamedTuple):

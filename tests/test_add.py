@@ -282,7 +282,7 @@ def test_no_is_exit_1(capsys: pytest.CaptureFixture[str], data_folder: Path, arg
         (["--dims", "8,8,8", "--name", "minicpm3", "--source", REF], "has other dims, (64, 32, 64)"),
         (["/nowhere/config.json"], "/nowhere/config.json: cannot be read"),
         ([str(CONFIGS / "minicpm3.json"), "--dims", "8,8,8"], "states (64, 32, 64), not (8, 8, 8)"),
-        (["--dims", "8,8,8", "--name", "a", "--source", REF, "--output", "/nowhere/a.yaml"], "/nowhere/a.yaml: cannot be written: No such file"),
+        (["--dims", "8,8,8", "--name", "a", "--source", REF, "--output", "/nowhere/a.yaml"], "cannot write /nowhere/a.yaml: No such file"),
         (["--dims", "8,8,8", "--name", "a", "--source", REF, "--matrix", "/nowhere"], "/nowhere"),
     ],
 )  # fmt: skip

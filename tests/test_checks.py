@@ -296,6 +296,25 @@ def test_the_compiled_form_equals_its_sources() -> None:
     assert json.loads(load.COMPILED.read_text(encoding="utf-8")) == load.document(sources)
 
 
+def test_fix_mends_what_a_link_leads_to(edited: Edit, tmp_path: Path) -> None:
+    folder = edited("matrix.yaml", fixes.MODELINE.format(kind="matrix"), "")
+    real = (folder / "matrix.yaml").rename(tmp_path / "real.yaml")
+    (folder / "matrix.yaml").symlink_to(real)
+    assert [Path(p).name for p in fixes.fix(folder)] == ["matrix.yaml"]
+    assert (folder / "matrix.yaml").is_symlink()
+    assert real.read_text(encoding="utf-8").startswith(fixes.MODELINE.format(kind="matrix"))
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_write_that_fails_says_so_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / ".matrix.yaml.tmp"))
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
+    with pytest.raises(ValueError, match=r"^cannot write \S+/matrix.yaml: Permission denied$"):
+        fixes.write(tmp_path / "matrix.yaml", b"")
+
+
 def test_fix_restores_a_modeline(edited: Edit) -> None:
     folder = edited("matrix.yaml", "# yaml-language-server: $schema=../schema/matrix.schema.json\n", "")
     before = (folder / "matrix.yaml").read_text(encoding="utf-8")

@@ -121,6 +121,10 @@ USAGE = [
     (["select", "--arch", "sm90", "--model", "mistral_smal_4"], "mistral_small_4"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--dtype", "bf61"], "did you mean"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--backend", "FLASH_ATT"], "did you mean FLASH_ATTN?"),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--backend", ""], "unknown backend '' (argument); known: "),
+    (["select", "--arch", "sm90", "--dims", "64,64,128", "--matrix", ""], "--matrix: must name a file or folder"),
+    (["check", ""], "must name a file or folder"),
+    (["check", "--fix", "--extra", ""], "--extra: must name a file or folder"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--fa-version", "9"], "known: 2, 3, 4"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--fa-version", "x"], "--fa-version"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--needs", "lze"], "did you mean lse?"),
@@ -297,6 +301,42 @@ def test_check_reads_our_variables_like_every_command(
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        f"diff {DATA_DIR} {DATA_DIR}",
+        f"table --matrix {DATA_DIR}",
+        f"dims {CONFIGS / 'mistral_small_4.json'} --matrix {DATA_DIR}",
+        f"check {DATA_DIR}",
+        "add --dims 96,32,96 --name mine --source here --dry-run",
+        "drift",
+    ],
+)
+def test_every_command_stops_at_a_bad_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("MLA_PREFILL_X", "1")
+    code, out, err = call(capsys, *command.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("mla-prefill: unknown environment variable MLA_PREFILL_X")
+
+
+def test_check_says_which_copy_where_a_checkout_is_around(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(DATA_DIR, tmp_path / "capabilities" / "data")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, "check")
+    assert code == 0
+    assert err == (
+        f"note: this checks the installed copy, {DATA_DIR}; "
+        "for the checkout here: mla-prefill check capabilities/data\n"
+    )
+    assert call(capsys, "check", "capabilities/data")[2] == ""
+    monkeypatch.chdir(DATA_DIR.parent.parent)
+    assert call(capsys, "check")[2] == ""
+
+
+@pytest.mark.parametrize(
     "raised", ["AttributeError('boom')", "OSError(2, 'No such file', 'libtorch.so')", "SystemExit(7)"]
 )
 @pytest.mark.parametrize("command", [["run", "--dims", "64,64,128"], ["verify"], ["bench", "--quick"]])
@@ -319,6 +359,45 @@ def test_where_a_record_cannot_go_is_said_before_the_work(capsys: pytest.Capture
     assert (code, out) == (2, "")
     assert "cannot write /proc/x.json" in err
     assert len(err.strip().split("\n")) == 1
+
+
+@pytest.mark.parametrize("command", ["verify", "verify --build-only", "bench --quick"])
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("z.txt", "--output z.txt: give a .json file such as z.json, or a folder"),
+        ("z.svg", "--output z.svg: give a .json file such as z.json, or a folder"),
+        ("file/folder", "cannot write file/folder: Not a directory; give --output another file or folder"),
+        ("file/x.json", "cannot write file/x.json: Not a directory; give --output another file or folder"),
+        ("pipe.json", "cannot write pipe.json: not a regular file; give --output another file or folder"),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    output: str,
+    says: str,
+) -> None:
+    pytest.importorskip("torch", reason="they compute with PyTorch")
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe.json")
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, *command.split(), "--output", output)
+    assert (code, out, err) == (2, "", f"mla-prefill: {says}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe.json"]
+
+
+def test_the_plot_beside_a_profile_is_tried_as_well(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch", reason="bench computes with PyTorch")
+    (tmp_path / "x.svg").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, "bench", "--quick", "--output", "x.json")
+    assert code == 2
+    assert "cannot write x.svg: not a regular file" in err
 
 
 def test_a_second_geometry_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,6 +462,25 @@ def test_env_reports_bad_variables_in_their_place_and_fails(
     assert says[0] in err
 
 
+@pytest.mark.parametrize(
+    ("variables", "contradict"),
+    [
+        ({"MLA_PREFILL_BACKEND": "FLASH_ATTN", "MLA_PREFILL_DISABLE": "FLASH_ATTN"}, True),
+        ({"MLA_PREFILL_BACKEND": "FLASH_ATTN", "MLA_PREFILL_DISABLE": "fa2,fa3"}, False),
+        ({"MLA_PREFILL_FA_VERSION": "3", "MLA_PREFILL_DISABLE": "fa3"}, True),
+        ({"MLA_PREFILL_BACKEND": "fa2", "MLA_PREFILL_DISABLE": "fa3"}, False),
+    ],
+)
+def test_env_says_where_what_is_forced_is_disabled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], contradict: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, data = answer(capsys, "env")
+    assert (code, list(data["variable_errors"])) == ((2, ["MLA_PREFILL_DISABLE"]) if contradict else (0, []))
+    assert (call(capsys, "select", "--arch", "sm90", "--dims", "64,64,128")[0] == 1) is contradict
+
+
 def test_env_shows_every_bad_variable(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLA_PREFILL_BACKEND", "MLA_PREFILL_FA_VERSION", "MLA_PREFILL_DISABLE", "MLA_PREFILL_VLLM"):
         monkeypatch.setenv(name, "99")
@@ -417,6 +515,18 @@ def test_run_does_the_main_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens per second" in out
 
 
+def test_run_prints_the_notes_and_warnings_of_its_decision(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="the main job computes with PyTorch")
+    asked = ["--dims", "64,32,64", "--dtype", "float32", "--prefers", "fp8_query"]
+    monkeypatch.setenv("MLA_PREFILL_FA_VERSION", "3")  # a note: the request asks for something else
+    code, out, _ = call(capsys, "run", *asked, "--backend", "TORCH_SDPA", "--heads", "2", "--device", "cpu")
+    assert code == 0
+    assert "\nnote: MLA_PREFILL_FA_VERSION=3 is not used" in out
+    assert "\nwarning: fp8_query is preferred, but TORCH_SDPA" in out
+
+
 def test_run_of_what_cannot_run_is_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "run", "--model", "deepseek_v3", "--backend", "FLASH_ATTN", "--device", "cpu")
     assert code == 1
@@ -448,3 +558,27 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         ["bash", "-c", f"set -o pipefail; {code}"], capture_output=True, text=True, cwd="/", check=False
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("select --arch sm90 --dims 64,64,128", 0),
+        ("select --arch sm90 --dims 1,1,1", 1),
+        ("select --arch sm90 --dims 1,1,1 --format json", 1),  # more than a pipe's buffer of Python
+        ("table --format json", 0),
+        ("--help", 0),
+    ],
+)
+def test_without_a_reader_the_exit_code_is_the_same(command: str, code: int) -> None:
+    for ending in ("| true; exit ${PIPESTATUS[0]}", ">&-"):
+        line = f"{sys.executable} -m mla_prefill {command} {ending}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd="/", check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has such a device")
+def test_a_full_disk_is_one_line() -> None:
+    line = f"{sys.executable} -m mla_prefill table > /dev/full"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd="/", check=False)
+    assert (done.returncode, done.stderr) == (2, "mla-prefill: [Errno 28] No space left on device\n")

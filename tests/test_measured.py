@@ -384,9 +384,15 @@ def test_shapes_that_cannot_be_meant(arguments: tuple[Any, ...], says: str) -> N
 
 def test_a_shape_is_a_batch_shape() -> None:
     with pytest.raises(RequestError, match="BatchShape"):
-        Request(DEEPSEEK, shape=(8, 512, 16))  # type: ignore[arg-type]
+        Request(DEEPSEEK, shape=(8, 512, 16))
     with pytest.raises(RequestError, match="at least one sequence"):
         BatchShape.of([], 16)
+    for lengths in ([1.5], [-5], ["12"], [10**400], [2**31], "12", 5, None):
+        with pytest.raises(RequestError, match="lengths must be whole numbers of tokens such as"):
+            BatchShape.of(lengths, 16)
+    with pytest.raises(RequestError) as refused:
+        BatchShape.of([10**4000], 16)
+    assert len(str(refused.value)) < 200
     assert BatchShape.of([100, 700], 16, graph=True) == BatchShape(2, 500, 16, True)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from mla_prefill import Environment
+from mla_prefill import Environment, Overrides
 from mla_prefill.backends import KernelError, verify
 from mla_prefill.backends.records import lined, one_line, target
 from mla_prefill.backends.reference import reference_attention
@@ -84,6 +84,36 @@ def test_what_the_sheet_rules_out_is_left_out_with_its_reason(
     assert [task.operation for task, _ in skipped] == operations
     assert all(why in reason for _, reason in skipped)
     assert {task.operation for task in tasks} == set(verify.OPERATIONS) - set(operations)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kernels", "run"),
+    [
+        (Overrides(), [], {"fa2", "fa3", "torch_efficient", "torch_math"}),
+        (Overrides(disable=("TORCH_SDPA", "fa3")), [], {"fa2"}),
+        (Overrides(backend="FLASH_ATTN"), [], {"fa2", "fa3"}),
+        (Overrides(backend="torch_math"), [], {"torch_math"}),
+        (Overrides(fa_version=3), [], {"fa3"}),
+        (Overrides(fa_version=3), ["fa2"], {"fa2"}),  # an argument beats the environment
+        (Overrides(disable=("fa2",)), ["fa2"], set()),
+    ],
+)
+def test_environment_variables_narrow_what_is_verified(
+    matrix: Matrix, overrides: Overrides, kernels: list[str], run: set[str]
+) -> None:
+    installed = {"flash-attn": "2.8.3", "fa3-fwd": "0.0.3", "torch": "2.11.0"}
+    wanted = verify.Wanted(kernels, [DEEPSEEK], ["bfloat16"])
+    todo, skipped = verify.tasks(matrix, "sm90", installed, wanted, overrides)
+    assert {task.kernel for task in todo} == run
+    assert all(why for _, why in skipped)
+
+
+def test_a_variable_that_names_nothing_is_exit_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLA_PREFILL_DISABLE", "fa33")
+    assert main(["verify", "--dims", "64,32,64"]) == 2
+    assert "unknown backend 'fa33' (environment variable MLA_PREFILL_DISABLE)" in capsys.readouterr().err
 
 
 def test_packages_that_are_not_installed_have_no_cells(matrix: Matrix) -> None:

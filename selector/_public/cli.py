@@ -6,15 +6,26 @@ The command line stands above capabilities, selector and backends, and imports w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TextIO
 
 from mla_prefill.capabilities.findings import MatrixError
-from mla_prefill.cli_options import FINE, NEGATIVE, WRONG_USE, NegativeAnswerError, UsageError, one_line
+from mla_prefill.cli_options import (
+    FINE,
+    NEGATIVE,
+    WRONG_USE,
+    NegativeAnswerError,
+    UsageError,
+    one_line,
+    overrides,
+    progress,
+)
 from mla_prefill.selector.environment import VARIABLES
 
 
@@ -31,33 +42,59 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     try:
-        options = build_parser().parse_args(arguments)
-        module, _, name = options.run.partition(":")
-        code: int = getattr(importlib.import_module(f"mla_prefill.{module}"), name)(options)
-        sys.stdout.flush()
+        with _Stdout(sys.stdout) as stdout, contextlib.redirect_stdout(stdout):
+            options = build_parser().parse_args(arguments)
+            module, _, name = options.run.partition(":")
+            if name != "env":  # which reports what is wrong with our variables; every other command stops at it
+                overrides()
+            code: int = getattr(importlib.import_module(f"mla_prefill.{module}"), name)(options)
         return code
     except NegativeAnswerError as answer:
-        print(f"mla-prefill: {answer}", file=sys.stderr)
+        progress(f"mla-prefill: {answer}")
         return NEGATIVE
     except RuntimeError as error:
         from mla_prefill.backends import KernelError
 
         if not isinstance(error, KernelError):
             raise
-        print(f"mla-prefill: {one_line(error)}", file=sys.stderr)
+        progress(f"mla-prefill: {one_line(error)}")
         return NEGATIVE
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: not an error of ours
-        return FINE
     except MatrixError as error:
-        print(error, file=sys.stderr)
+        progress(str(error))
         return WRONG_USE
     except (UsageError, ValueError, OSError) as error:
-        print(f"mla-prefill: {one_line(error)}", file=sys.stderr)
+        progress(f"mla-prefill: {one_line(error)}")
         return WRONG_USE
     except KeyboardInterrupt:
-        print("mla-prefill: interrupted", file=sys.stderr)
+        progress("mla-prefill: interrupted")
         return 130
+
+
+class _Stdout(io.TextIOBase):
+    """Standard output whose reader may leave, or that is closed (`>&-`): the exit code is the answer's all the same.
+
+    Its end flushes the stream and leaves it open.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._do(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(lambda stream: stream.flush())
+
+    def _do(self, act: Callable[[TextIO], object]) -> None:
+        if self._stream is None:
+            return
+        try:
+            act(self._stream)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # or Python tries once more at its end
+            if not isinstance(error, BrokenPipeError):
+                raise
 
 
 # ---- arguments --------------------------------------------------------------------------------------------------
@@ -120,15 +157,26 @@ def build_parser() -> argparse.ArgumentParser:
     command = _add(commands, "check", "cli_data:check", "everything CI validates in the data")
     command.add_argument(
         "paths",
+        type=_path,
         nargs="*",
         metavar="PATH",
         help="a data folder, or a file in place of its shipped namesake (default: the shipped data)",
     )
     command.add_argument(
-        "--matrix", action="append", default=[], metavar="PATH", help="the same as PATH, as other commands have it"
+        "--matrix",
+        type=_path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="the same as PATH, as other commands have it",
     )
     command.add_argument(
-        "--extra", action="append", default=[], metavar="PATH", help="lay this file of rows over it (repeatable)"
+        "--extra",
+        type=_path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="lay this file of rows over it (repeatable)",
     )
     command.add_argument(
         "--fix", action="store_true", help="mend what is mechanical: modelines, lists, the compiled form, docs pages"
@@ -145,7 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--build", action="store_true", help="compile FA4 for every architecture first (needs flash-attn-4, no GPU)"
     )
-    command.add_argument("--output", metavar="FILE", help="put it into a file of your own, for --extra")
+    command.add_argument("--output", type=_path, metavar="FILE", help="put it into a file of your own, for --extra")
     command.add_argument("--dry-run", action="store_true", help="show it, write nothing")
     _add_matrix(command)
     _add_format(command)
@@ -181,7 +229,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = _add(commands, "bench", "cli_gpu:bench", "time the eligible kernels here; profile, table and plot")
     _add_cells(command)
-    command.add_argument("--quick", action="store_true", help="three shapes and fewer repetitions")
+    command.add_argument("--quick", action="store_true", help="fewer shapes and repetitions")
     command.add_argument(
         "--budget", type=_seconds, metavar="SECONDS", help="limit for everything, spread evenly over the dims"
     )
@@ -225,9 +273,12 @@ def _add_format(command: argparse.ArgumentParser, *formats: str) -> None:
 
 
 def _add_matrix(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--matrix", metavar="PATH", help="a matrix file or data folder in place of the shipped one")
+    command.add_argument(
+        "--matrix", type=_path, metavar="PATH", help="a matrix file or data folder in place of the shipped one"
+    )
     command.add_argument(
         "--extra",
+        type=_path,
         action="append",
         default=[],
         metavar="PATH",
@@ -254,6 +305,7 @@ def _add_cells(command: argparse.ArgumentParser) -> None:
 def _add_output(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument(
         "--output",
+        type=_path,
         metavar="FILE|DIR",
         help=f"where the {what} goes (default: the data folder of a writable checkout, else here)",
     )
@@ -286,6 +338,12 @@ def _add_request(command: argparse.ArgumentParser) -> None:
         "--policy", choices=("default", "measured"), default="default", help="order of candidates (default: default)"
     )
     _add_matrix(command)
+
+
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must name a file or folder, got ''")
+    return text
 
 
 def _positive(text: str) -> int:

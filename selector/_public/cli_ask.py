@@ -25,6 +25,7 @@ from mla_prefill.cli_options import (
 )
 
 if TYPE_CHECKING:
+    from mla_prefill import Decision
     from mla_prefill.backends.job import JobResult
 
 
@@ -38,9 +39,13 @@ def select(options: argparse.Namespace) -> int:
     elif options.explain or decision.chosen is None:
         print(decision.explain())
     else:
-        remarks = [*map("note: {}".format, decision.notes), *map("warning: {}".format, decision.warnings)]
-        print(decision.one_line().removeprefix("mla-prefill: "), *remarks, sep="\n")
+        print(_decision_text(decision))
     return FINE if decision.chosen else NEGATIVE
+
+
+def _decision_text(decision: Decision) -> str:
+    remarks = [*map("note: {}".format, decision.notes), *map("warning: {}".format, decision.warnings)]
+    return "\n".join([decision.one_line().removeprefix("mla-prefill: "), *remarks])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,8 +74,7 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps({"decision": decision.to_dict(), "result": result.to_dict()}, indent=2))
     else:
-        print(decision.one_line().removeprefix("mla-prefill: "))
-        print(_job_text(result))
+        print(_decision_text(decision), _job_text(result), sep="\n")
     return FINE if result.ok else NEGATIVE
 
 

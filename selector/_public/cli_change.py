@@ -75,10 +75,7 @@ def add(options: argparse.Namespace) -> int:
         proposal = propose.propose(Matrix(load.document(sources)), name, dims)
     new = propose.added(sources, target, proposal.block(ref))
     if not options.dry_run:
-        try:
-            fixes.write(path.resolve(), new.raw)
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+        fixes.write(path, new.raw)
     if options.format == "json":
         print(json.dumps({"file": str(path), "written": not options.dry_run, **proposal.to_dict(ref)}, indent=2))
     else:

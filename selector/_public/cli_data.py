@@ -17,8 +17,11 @@ def check(options: argparse.Namespace) -> int:
     from mla_prefill.capabilities.report import FORMATS
 
     findings = []
-    asked = overrides().matrix  # an unknown variable of ours is an error here as everywhere
-    for path in [*options.paths, *options.matrix] or [asked]:
+    asked = overrides().matrix
+    paths = [*options.paths, *options.matrix] or [asked]
+    if paths == [None]:
+        _tell_which_copy()
+    for path in paths:
         if options.fix:
             for fixed in fixes.fix(Path(path) if path else None, options.extra):
                 progress(f"fixed {fixed}")
@@ -27,6 +30,15 @@ def check(options: argparse.Namespace) -> int:
             findings += _pages(options.fix)
     print(FORMATS[options.format](findings))
     return NEGATIVE if any(f.severity == "error" for f in findings) else FINE
+
+
+def _tell_which_copy() -> None:
+    """In a checkout, whoever installed it without -e has an installed copy checked, and changes the other."""
+    from mla_prefill.capabilities.load import DATA_DIR, DATA_LABEL
+
+    here = Path(DATA_LABEL)
+    if (here / "matrix.yaml").is_file() and here.resolve() != DATA_DIR.resolve():
+        progress(f"note: this checks the installed copy, {DATA_DIR}; for the checkout here: mla-prefill check {here}")
 
 
 def _pages(fix: bool) -> list[Finding]:

@@ -25,9 +25,7 @@ def verify(options: argparse.Namespace) -> int:
     from mla_prefill.backends import verify as sweep
 
     matrix = matrix_of(options)
-    if options.build_only:
-        return _build(options, matrix)
-    if options.arch:
+    if options.arch and not options.build_only:
         raise UsageError("--arch goes with --build-only: without it, verify runs on the GPU at hand")
     from mla_prefill import Environment
     from mla_prefill.selector.request import dtype_name
@@ -36,6 +34,8 @@ def verify(options: argparse.Namespace) -> int:
     from mla_prefill.backends import records
 
     records.check_target("evidence", options.output)
+    if options.build_only:
+        return _build(options, matrix)
     path = options.output
 
     def save(so_far: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ def bench(options: argparse.Namespace) -> int:
 
     matrix = matrix_of(options)
     kernels, wanted = cells(options, matrix)
-    records.check_target("measured", options.output)
+    records.check_target("measured", options.output, ".svg")
     environment = Environment.detect(matrix.distributions)
     arch = matrix.architectures[matrix.arch(environment.arch)]
     path = records.target("measured", f"{environment.device or arch.id} {timing.today()}", options.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,9 @@ def decision_of(request: Request, environment: Environment, matrix: Matrix) -> D
 
 
 def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # `2>&-`
+        with contextlib.suppress(BrokenPipeError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def one_line(error: Exception) -> str:
