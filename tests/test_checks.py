@@ -404,19 +404,19 @@ def test_fix_puts_rows_in_order_with_their_comments_and_moves_nothing_else(
         [f"      [{ROWS[4].strip(' -')}, {ROWS[0].strip(' -')}]"],
     ],
 )
-def test_rows_whose_lines_cannot_be_told_apart_are_left_alone(tmp_path: Path, rows: list[str]) -> None:
-    path = tmp_path / "site.yaml"
-    text = site(rows)
-    assert mended(path, text) == text
-    (found,) = (f for f in checks.check_path(None, [path]) if f.code == "X384")
+def test_rows_whose_lines_cannot_be_told_apart_are_left_alone(shipped: load.Sources, rows: list[str]) -> None:
+    source = parse_or_raise(SourceFile("site.yaml", site(rows).encode()))
+    sheets = checks.Sheets(replace(shipped, overlays=[("matrix", source)]))
+    (found,) = checks.rows_are_in_order(sheets)
     assert not found.fixable
+    misplaced = [rows for _, rows in checks.misplaced_rows(sheets)]
+    assert fixes.mended(source, "matrix", [], misplaced) == source.raw
     own_lines = all(row.lstrip().startswith(("- {", "#")) or not row for row in rows)
     why = "whose a comment or blank line is" if own_lines else "the rows do not each begin a line"
     assert f"by hand, since {why}" in found.hint
 
 
-@pytest.mark.parametrize("kind", ["evidence", "measured"])
-@pytest.mark.parametrize("odd", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+@pytest.mark.parametrize(("kind", "odd"), [("evidence", Path.mkdir), ("measured", os.mkfifo)], ids=["folder", "pipe"])
 def test_what_is_named_as_a_record_and_is_no_file_stops_no_load(
     data_folder: Path, kind: str, odd: Callable[[Path], None]
 ) -> None:

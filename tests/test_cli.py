@@ -121,7 +121,10 @@ USAGE = [
     (["select", "--arch", "sm90", "--model", "mistral_smal_4"], "mistral_small_4"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--dtype", "bf61"], "did you mean"),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--backend", "FLASH_ATT"], "did you mean FLASH_ATTN?"),
-    (["select", "--arch", "sm90", "--dims", "64,64,128", "--backend", ""], "unknown backend '' (argument); known: "),
+    (
+        ["select", "--arch", "sm90", "--dims", "64,64,128", "--backend", ""],
+        "unknown backend '' (argument), which this matrix does not support; known: ",
+    ),
     (["select", "--arch", "sm90", "--dims", "64,64,128", "--matrix", ""], "--matrix: must name a file or folder"),
     (["check", ""], "must name a file or folder"),
     (["check", "--fix", "--extra", ""], "--extra: must name a file or folder"),
@@ -216,8 +219,9 @@ def test_a_bad_config_is_one_line_and_exit_2(
 )
 @pytest.mark.parametrize("what", ["pipe", "device"])
 def test_a_pipe_or_device_is_refused_not_waited_for(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, what: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, what: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # in a checkout, `check` of an installed copy has a note to make
     path = "/dev/zero"
     if what == "pipe":
         path = str(tmp_path / "matrix.yaml")

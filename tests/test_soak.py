@@ -18,7 +18,7 @@ import pytest
 from mla_prefill import Environment, MatrixError, NoBackendError, Request, clear, reload, select
 from mla_prefill.selector import engine
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "2"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "1"))
 THREADS = 8
 #: What growth over thousands of questions and many reloads is noise; one matrix takes several times as much.
 NOISE_BYTES = 400_000
