@@ -210,9 +210,24 @@ const explorer = (() => {
     const place = best ? judged.indexOf(best) : ranked;
     const wanted = ({ runs }) => unmet.some((wish) => !lackedIn(runs[4], wish));
     const better = place < ranked ? judged.filter((one, i) => i < place || wanted(one)) : judged;
-    const found = better.filter((one) => one.reasons.length).map((one) => help(question, one)).filter(Boolean);
+    const found = unmet.map((wish) => installFor(question, best, wish, unmet));
+    found.push(...better.filter((one) => one.reasons.length).map((one) => help(question, one)));
     if (!best && !blockOf(question.dims)) found.push(...nearest(question));
-    return found.slice(0, data.max_hints);
+    return found.filter(Boolean).slice(0, data.max_hints);
+  }
+
+  /* The install by which the best kernel itself would provide a wish. */
+  function installFor(question, best, wish, unmet) {
+    const earlier = question.prefers.slice(0, question.prefers.indexOf(wish)).filter((other) => !unmet.includes(other));
+    const needing = { ...question, needs: [...question.needs, ...earlier, wish] };
+    const again = judge(best.record, needing);
+    const requirement = cure(needing, again, again.reasons.map(([code]) => code));
+    return requirement && fill(texts.install, { label: labelOf(kernelOf(best.record)), requirement });
+  }
+
+  function cure(question, one, codes) {
+    const cured = codes.length && codes.every((code) => data.cured.includes(code));
+    return question.installed && one.cure >= 0 && cured ? string(one.cure) : null;
   }
 
   function help(question, one) {
@@ -221,9 +236,8 @@ const explorer = (() => {
     const codes = new Set(all.filter((code) => code !== "not-requested"));
     const asking = codes.size < new Set(all).size;
     if (!codes.size) return fill(texts.ask, { label });
-    if (question.installed && one.cure >= 0 && [...codes].every((code) => data.cured.includes(code))) {
-      return fill(asking ? texts.ask_install : texts.install, { label, requirement: string(one.cure) });
-    }
+    const requirement = cure(question, one, [...codes]);
+    if (requirement) return fill(asking ? texts.ask_install : texts.install, { label, requirement });
     if (codes.size > 1) return null;
     if (codes.has("feature-missing") && one.lacking.length) {
       const needs = question.needs.filter((need) => !one.lacking.includes(need));
