@@ -12,8 +12,11 @@ That rests on names and an order that are private to flash-attn-4, so
   tensor that FA4 copied for its alignment is not), and the others are the batch's own cu_seqlens, numbers or nothing
   (from 257 sequences on FA4 adds tensors worked out from cu_seqlens, which a replayed CUDA graph would find outdated);
 * the first time that a compile key is met, the direct call must reproduce the public function's result bit for bit;
-* it is repeated only for tensors with the recorded strides and with 16-byte aligned pointers;
-* whatever differs is logged once, and the public function is called.
+* it is repeated only for tensors with the recorded strides; the compiled function itself refuses pointers that are not
+  aligned to 16 bytes before it launches anything (it was compiled with that check), and asking for them here would cost
+  as much again;
+* a batch whose first run shows a difference is logged once; it, and what the compiled function refuses, goes through
+  the public function.
 
 Under CUDA graph capture nothing is proven, since that waits for the device: run or warm up the same operation before.
 """
@@ -125,9 +128,11 @@ class PlannedCalls:
         ) -> tuple[Tensor, Tensor | None]:
             layout = (return_lse, q.stride(), k.stride(), v.stride(), None if out is None else out.stride())
             call = planned.get(layout)
-            pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | (0 if out is None else out.data_ptr())
-            if call is not None and not pointers % ALIGNMENT:
-                return repeat(call, q, k, v, out, return_lse)
+            if call is not None:
+                try:
+                    return repeat(call, q, k, v, out, return_lse)
+                except ValueError:  # refused before a launch, such as for its alignment, which the public one mends
+                    return public(q, k, v, out, return_lse)
             if layout in planned:
                 return public(q, k, v, out, return_lse)
             with self._recording() as tap:

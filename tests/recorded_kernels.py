@@ -456,6 +456,11 @@ class AuxData(NamedTuple):
     scalars: Any = None
 
 
+def as_taken(tensor: Tensor) -> Tensor:
+    """What FA4 hands on: a copy where the memory is not aligned."""
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor.detach()
+
+
 class CuteInterface:
     """``flash_attn.cute.interface`` of a recorded version: the public function finds a compiled function in
     ``_flash_attn_fwd.compile_cache`` and calls it with the arguments, in the order, that its source names.
@@ -484,7 +489,7 @@ class CuteInterface:
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, v.shape[2])
         lse = q.new_empty(heads, tokens, dtype=torch.float32) if arguments["return_lse"] else None
-        passed = {name: arguments[name].detach() for name in "qkv"}
+        passed = {name: as_taken(arguments[name]) for name in "qkv"}
         passed.update({name: arguments[name].clone() for name in self.copies_of})
         identifiers = {part for text in self._expressions for part in re.findall(r"[A-Za-z_]\w*", text)}
         names = {
@@ -513,6 +518,10 @@ class CuteInterface:
         def compiled(*args: Any) -> None:
             nonlocal runs
             runs += 1
+            if any(tensor.data_ptr() % 16 for tensor in args[:4]):
+                raise ValueError(
+                    "Misaligned Tensor data on argument"
+                )  # its words; tests/test_builds.py has the real one
             given = dict(zip(expressions, args, strict=True))
             names = {f"{name}_call": name for name in "qkv"}
             arguments = {names.get(text, text): value for text, value in given.items()}

@@ -414,17 +414,30 @@ def test_each_layout_has_its_own_planned_call(stage: Stage) -> None:
     assert interface.public_runs == 2
 
 
-def test_a_misaligned_tensor_goes_through_the_public_function(stage: Stage) -> None:
-    """FA4 copies it there; its compiled function would read past it."""
+def shifted(tensor: Any) -> Any:
+    """The same values, two bytes past an aligned address."""
+    there = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:]
+    return there.as_strided(tensor.shape, tensor.contiguous().stride(), 1).copy_(tensor)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_a_misaligned_tensor_goes_through_the_public_function(stage: Stage, name: str) -> None:
+    """FA4 copies it there; its compiled function refuses it."""
     adapter, interface = fa4(stage)
-    batch = small_batch(adapter)
-    plan = batch.plan(adapter)
-    plan.run(batch.q, batch.k, batch.v)
-    shifted = torch.empty(batch.q.numel() + 1, dtype=batch.q.dtype)[1:].view_as(batch.q).copy_(batch.q)
-    assert shifted.data_ptr() % planned_calls.ALIGNMENT
-    got = plan.run(shifted, batch.k, batch.v, return_lse=False)
+    assert_misaligned_is_right(adapter, name)
     assert interface.public_runs == 2
-    assert torch.equal(got, plan.run(batch.q, batch.k, batch.v))
+
+
+def assert_misaligned_is_right(adapter: PrefillAdapter, name: str) -> None:
+    batch = small_batch(adapter)
+    given = {"q": batch.q, "k": batch.k, "v": batch.v.contiguous(), "out": batch.q.new_empty((*batch.q.shape[:2], 128))}
+    plan = batch.plan(adapter)
+    plan.run(**given)
+    expected = plan.run(**given).clone()
+    given[name] = shifted(given[name])
+    assert given[name].data_ptr() % planned_calls.ALIGNMENT
+    assert torch.equal(plan.run(**given), expected)
+    assert torch.equal(given["out"], expected)
 
 
 def test_out_is_written_by_the_planned_call(stage: Stage) -> None:
@@ -571,3 +584,12 @@ def test_on_cuda(kernel: str, dims: MLADimensions, dtype: str, check: Callable[[
         return load(decision, num_heads=num_heads, softmax_scale=softmax_scale, device="cuda")
 
     check(Subject(make, dims, dtype, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_misaligned_on_cuda(name: str) -> None:
+    """FA4 by a planned call, whose compiled function does not take it."""
+    decision = select(Request(DEEPSEEK_V3, backend="fa4"))
+    assert_misaligned_is_right(load(decision, num_heads=4, device="cuda"), name)

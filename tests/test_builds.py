@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,6 +273,36 @@ def test_fa4_is_really_compiled(matrix: Matrix) -> None:
     assert 0 < built.shared_memory <= 232448
     assert refused.compiled is False
     assert "(192, 192) is not supported on SM100/SM110" in (refused.refusal or "")
+
+
+@pytest.mark.skipif(not is_installed("flash-attn-4"), reason="flash-attn-4 is not installed: nothing to compile")
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "sm120"])
+def test_what_fa4_compiles_refuses_misaligned_tensors_itself(matrix: Matrix, arch: str) -> None:
+    """So a planned call need not ask for pointers. All four checks are in the code; CPU tensors get past the first."""
+    program = r"""
+import importlib, re, torch
+from mla_prefill.backends import build_worker
+build_worker.describe_gpu(132)
+interface = importlib.import_module("flash_attn.cute.interface")
+build_worker.compile_fa4(interface, build_worker.Job(128, 128, "bfloat16", "new_tokens"))
+(compiled,) = interface._flash_attn_fwd.compile_cache.cache.values()
+code = str(compiled.ir_module)
+(text,) = re.findall(r'constant (@\w+)\(", expected data alignment=16 bytes', code)
+print(len(re.findall(rf"addressof {text} ", code)))
+even = torch.zeros(32, 4, 128, dtype=torch.bfloat16)
+odd = torch.zeros(32 * 4 * 128 + 1, dtype=torch.bfloat16)[1:].view(32, 4, 128)
+starts = torch.tensor([0, 32], dtype=torch.int32)
+for q in (even, odd):
+    try:
+        compiled(q, even, even, even, torch.zeros(4, 32), 1.0, starts, starts)
+    except ValueError as error:
+        print(str(error).split(" on argument")[0])
+"""
+    environment = {**os.environ, **builds.fa4_environment(matrix.architectures[arch])}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert run.stdout.splitlines() == ["4", "Mismatched Tensor", "Misaligned Tensor data"], run.stderr
 
 
 @dataclass
