@@ -282,12 +282,12 @@ def test_the_choice_is_brute_forces_and_always_eligible(
 @pytest.mark.parametrize(
     ("eager", "device", "first"),
     [
-        ({"fa4": 100.0, "fa3": 104.9}, {"fa4": 90.0, "fa3": 80.0}, "fa3"),
-        ({"fa4": 100.0, "fa3": 105.1}, {"fa4": 90.0, "fa3": 80.0}, "fa4"),
-        ({"fa4": 104.9, "fa3": 100.0}, {"fa4": 90.0, "fa3": 80.0}, "fa3"),
+        ({"fa4": 100.0, "fa3": 105.9}, {"fa4": 90.0, "fa3": 80.0}, "fa3"),
+        ({"fa4": 100.0, "fa3": 106.1}, {"fa4": 90.0, "fa3": 80.0}, "fa4"),
+        ({"fa4": 105.9, "fa3": 100.0}, {"fa4": 90.0, "fa3": 80.0}, "fa3"),
         ({"fa4": 100.0, "fa3": 100.0}, {"fa4": 80.0, "fa3": 80.0}, "fa4"),  # equal in all: the default order
-        ({"fa4": 100.0, "fa3": 104.9}, {"fa3": 80.0}, "fa4"),  # one cannot be captured
-        ({"fa4": 100.0, "fa3": 104.9, "fa2": 104.95}, {"fa4": 90.0, "fa3": 80.0, "fa2": 70.0}, "fa2"),
+        ({"fa4": 100.0, "fa3": 105.9}, {"fa3": 80.0}, "fa4"),  # one cannot be captured
+        ({"fa4": 100.0, "fa3": 105.9, "fa2": 105.95}, {"fa4": 90.0, "fa3": 80.0, "fa2": 70.0}, "fa2"),
     ],
 )
 def test_a_tie_is_decided_by_device_time(eager: dict[str, float], device: dict[str, float], first: str) -> None:

@@ -24,7 +24,10 @@ SECONDS, MOST_CALLS = 0.15, 60
 
 
 def test_each_batch_by_its_fastest_kernel(report: Callable[..., None]) -> None:
-    """Design: 1.2 times FA3 in the geometric mean, nowhere below 0.98. All dims of the profile that FA3 takes."""
+    """Design: 1.2 times FA3 in the geometric mean, nowhere below 0.98. All dims of the profile that FA3 takes.
+
+    Where FA3 itself is taken, the two times are of the same calls: how far they are apart is what a reading is worth.
+    """
     from mla_prefill.backends import bench, graphs
 
     matrix, here = load_matrix(), Environment.detect()
@@ -44,20 +47,19 @@ def test_each_batch_by_its_fastest_kernel(report: Callable[..., None]) -> None:
                 times.append(taken)
                 ratios.append((over / taken, measured.adapter_for(list(lengths)).kernel.name, dims, lengths, heads))
                 print(f"{bench.shape_text(dims, lengths, heads)}: {ratios[-1][1]} {taken:.1f} us, fa3 {over:.1f} us")
-    mean = bench.geometric_mean([ratio for ratio, *_ in ratios])
-    worst, kernel, *shape = min(ratios, key=lambda r: r[0])
-    below = sum(ratio < 0.98 for ratio, *_ in ratios)
-    note = (
-        f"{mean:.3f} times as fast as fa3 in the geometric mean of {len(ratios)} shapes; {below} below 0.98; at worst "
-    )
-    note += f"{worst:.3f}, with {kernel} for {bench.shape_text(*shape)}"
+    others = [ratio for ratio in ratios if ratio[1] != "fa3"]
+    itself = [ratio for ratio, kernel, *_ in ratios if kernel == "fa3"] or [1.0]
+    mean = bench.geometric_mean([1.0 if kernel == "fa3" else ratio for ratio, kernel, *_ in ratios])
+    worst, kernel, *shape = min(others, key=lambda r: r[0])
+    note = f"{mean:.3f} times as fast as fa3 in the geometric mean of {len(ratios)} shapes; at worst {worst:.3f}, with "
+    note += f"{kernel} for {bench.shape_text(*shape)}; fa3 against itself reads {min(itself):.3f} to {max(itself):.3f}"
     print(note)
     report("each batch by its fastest kernel", bench.geometric_mean(times) / 1e6, None, note)
 
 
 def in_turn(inputs: Any, measured: Any, fa3: Any, event_us: Callable[[Callable[[], object]], float]) -> list[float]:
-    """Median microseconds of an eager call of each, on an idle device."""
-    calls = []
+    """Median microseconds of an eager call of each, on an idle device; which one is first changes with every turn."""
+    calls: list[Callable[[], object]] = []
     for prefill in (measured, fa3):
         host, device, longest = inputs.cu_seqlens_cpu, inputs.cu_seqlens, inputs.longest
         copies = {"cu_seqlens_q_cpu": host, "cu_seqlens_k_cpu": host}
@@ -67,7 +69,9 @@ def in_turn(inputs: Any, measured: Any, fa3: Any, event_us: Callable[[Callable[[
         call()
     once = max(map(event_us, calls))
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(int(min(MOST_CALLS, max(5, SECONDS * 1e6 / once)))):
-        for call, taken in zip(calls, times, strict=True):
+    turn = list(zip(calls, times, strict=True))
+    for _ in range(int(min(MOST_CALLS, max(6, SECONDS * 1e6 / once)))):
+        for call, taken in turn:
             taken.append(event_us(call))
+        turn.reverse()
     return [statistics.median(taken) for taken in times]

@@ -140,7 +140,8 @@ def test_measured_loss(measured: str, profile: Any, matrix: Matrix) -> None:
         profile.arch, {p: profile.packages[p] for p in profile.providers.values()}, device=profile.gpu
     )
     lost = {(loss.choice, loss.graph): loss.loss for loss in bench.losses(profile, matrix, machine)}
-    stated = re.findall(r"^\| .* \| ([\d.]+) % \| ([\d.]+) % \|$", measured, re.MULTILINE)
+    section = measured.partition("## Time lost by the choice")[2]
+    stated = re.findall(r"^\| .* \| ([\d.]+) % \| ([\d.]+) % \|$", section, re.MULTILINE)
     rows = ("default", "fixed fa3", "measured", "measured, other shapes")
     for choice, cells in zip(rows, stated, strict=True):
         for text, graph in zip(cells, (False, True), strict=True):
