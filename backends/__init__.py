@@ -56,6 +56,8 @@ def load(
         NoBackendError: the decision chose nothing.
         ValueError: an argument makes no sense.
     """
+    if not hasattr(decision, "verdicts"):
+        raise TypeError(f"load takes what select answered, a Decision, got {type(decision).__name__}")
     require_torch()
     base = importlib.import_module("mla_prefill.backends.base")
     adapter: PrefillAdapter = base.load_adapter(decision, ADAPTERS, num_heads, softmax_scale, device)

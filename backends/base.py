@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import itertools
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ import torch
 from mla_prefill.backends import KernelError
 from mla_prefill.capabilities.load import ENTRY_POINTS, importable
 from mla_prefill.capabilities.model import Candidate, Kernel, LseConvention, MLADimensions, Provider
+from mla_prefill.selector import detection
+from mla_prefill.selector.engine import decide
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -178,7 +181,10 @@ class PrefillAdapter(ABC):
     kernel: Kernel
     provider: Provider
     dims: MLADimensions
+    #: Of q, k and v: ``Decision.compute_dtype``.
     dtype: torch.dtype
+    #: Of out: 16 bit also where q, k and v are FP8, since no kernel of the sheet writes FP8.
+    out_dtype: torch.dtype
     num_heads: int
     softmax_scale: float
     device: torch.device
@@ -252,7 +258,7 @@ class PrefillAdapter(ABC):
     def _attention(self, batch: Batch) -> Attention:
         if batch.max_seqlen_q == 0 or batch.max_seqlen_k == 0:
             # Kernels disagree here (+inf, a crash, an early return), and there is nothing to compute.
-            return nothing_to_attend(self.dims.v_head_dim)
+            return nothing_to_attend(self.dims.v_head_dim, self.out_dtype)
         try:
             attention = self.prepare(batch)
         except KernelError:
@@ -266,6 +272,8 @@ class PrefillAdapter(ABC):
             attention = with_padded_v(attention, self.dims.v_head_dim, self.candidate.pad_v_to)
         elif not self.writes_out:
             attention = with_copied_out(attention)
+        elif self.out_dtype != self.dtype:
+            attention = with_new_out(attention, self.dims.v_head_dim, self.out_dtype)
         return attention if self.lse is None else with_natural_lse(attention, self.lse, batch)
 
     def import_module(self, name: str) -> ModuleType:
@@ -289,14 +297,14 @@ class PrefillAdapter(ABC):
 # --- One convention for all kernels. Each wrapper is put around the call once, at plan time, and only where needed. ---
 
 
-def nothing_to_attend(v_head_dim: int) -> Attention:
+def nothing_to_attend(v_head_dim: int, dtype: torch.dtype) -> Attention:
     """The answer where no sequence has keys (or none has queries): out 0, LSE -inf."""
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         tokens, heads, _ = q.shape
-        out = q.new_zeros(tokens, heads, v_head_dim) if out is None else out.zero_()
+        out = q.new_zeros(tokens, heads, v_head_dim, dtype=dtype) if out is None else out.zero_()
         return out, q.new_full((heads, tokens), -math.inf, dtype=torch.float32) if return_lse else None
 
     return attention
@@ -330,6 +338,19 @@ def with_copied_out(inner: Attention) -> Attention:
     ) -> tuple[Tensor, Tensor | None]:
         result, lse = inner(q, k, v, None, return_lse)
         return result if out is None else out.copy_(result), lse
+
+    return attention
+
+
+def with_new_out(inner: Attention, v_head_dim: int, dtype: torch.dtype) -> Attention:
+    """For q, k and v in another dtype than out, which kernels that make out themselves may give theirs."""
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens, heads, _ = q.shape
+        out = q.new_empty(tokens, heads, v_head_dim, dtype=dtype) if out is None else out
+        return inner(q, k, v, out, return_lse)
 
     return attention
 
@@ -391,13 +412,14 @@ def load_adapter(
         raise ValueError(f"num_heads must be a positive whole number, got {num_heads!r}")
     if softmax_scale is None:
         softmax_scale = request.dims.qk_head_dim**-0.5
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+    if not (isinstance(softmax_scale, numbers.Real) and math.isfinite(softmax_scale) and float(softmax_scale) > 0):
         raise ValueError(f"softmax_scale must be a positive number, got {softmax_scale!r}")
     path = adapters.get(kernel.name)
     if path is None:
         known = ", ".join(sorted(adapters))
         raise KernelError(f"{kernel.label} has no adapter in this release; kernels with one: {known}")
-    provider = _chosen_provider(decision.chosen, kernel)
+    candidate = _installed_here(decision, kernel)
+    provider = next(p for p in kernel.providers if p.distribution == candidate.provider)
     if not importable([provider.module])[provider.module]:
         raise KernelError(
             f"{kernel.label} comes from module {provider.module!r} by {provider.source}; the shipped kernel sheet does "
@@ -406,14 +428,16 @@ def load_adapter(
         )
     module_name, class_name = path.split(":")
     adapter_class = getattr(importlib.import_module(f"mla_prefill.backends.{module_name}"), class_name)
+    dtype = _torch_dtype(decision.compute_dtype or request.dtype)
     if device is None:
         device = "cpu" if decision.matrix.architectures[decision.arch].vendor == "cpu" else "cuda"
     adapter: PrefillAdapter = adapter_class(
-        candidate=decision.chosen,
+        candidate=candidate,
         kernel=kernel,
         provider=provider,
         dims=request.dims,
-        dtype=_torch_dtype(request.dtype),
+        dtype=dtype,
+        out_dtype=_out_dtype(dtype, request.dtype),
         num_heads=num_heads,
         softmax_scale=float(softmax_scale),
         device=_resolved_device(device),
@@ -429,13 +453,30 @@ def distribution_version(distribution: str) -> str | None:
         return None
 
 
-def _chosen_provider(candidate: Candidate, kernel: Kernel) -> Provider:
-    """The decision's provider; where packages were no constraint, the first that is installed."""
-    for provider in kernel.providers:
-        if candidate.provider in (None, provider.distribution) and distribution_version(provider.distribution):
-            return provider
-    wanted = candidate.provider or ", ".join(provider.distribution for provider in kernel.providers)
-    raise KernelError(f"{kernel.label} needs one of these packages, and none is installed: {wanted}")
+def _installed_here(decision: Decision, kernel: Kernel) -> Candidate:
+    """The decision's candidate; where packages were no constraint, as those that are installed here provide it."""
+    assert decision.chosen is not None
+    if decision.chosen.provider is not None:
+        if distribution_version(decision.chosen.provider) is None:
+            raise KernelError(f"{kernel.label} needs {decision.chosen.provider}, which is not installed")
+        return decision.chosen
+    packages = detection.installed(decision.matrix.distributions)
+    again = decide(decision.request, decision.environment.replace(installed=packages), decision.matrix)
+    (verdict,) = (verdict for verdict in again.verdicts if verdict.candidate.kernel == kernel.name)
+    if verdict.verdict == "rejected":
+        why = "; ".join(reason.message for reason in verdict.reasons)
+        raise KernelError(
+            f"{kernel.label} was chosen without regard to packages, and those installed here lack it: {why}"
+        )
+    return verdict.candidate
+
+
+def _out_dtype(dtype: torch.dtype, asked: str) -> torch.dtype:
+    """FP8 inputs give out in the model's own dtype, in bfloat16 where that is FP8 too."""
+    if dtype.itemsize > 1:
+        return dtype
+    model = _torch_dtype(asked)
+    return model if model.itemsize > 1 else torch.bfloat16
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -449,7 +490,7 @@ def _resolved_device(device: torch.device | str) -> torch.device:
     """With an index, so that it compares equal to a tensor's device."""
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device {device!r} is not one: {str(error).splitlines()[0]}") from error
     if resolved.type != "cuda":
         return resolved

@@ -69,6 +69,7 @@ class FlashInfer(PrefillAdapter):
             causal=batch.causal,
             sm_scale=self.softmax_scale,
             q_data_type=self.dtype,
+            o_data_type=self.out_dtype,
             **self._host_indptr(batch),
         )
         run = partial(wrapper.run, **self._lse_form)

@@ -145,7 +145,7 @@ def run_chunked_prefill(
         KernelError: the kernel could not be imported or raised, or there was not enough memory.
         ValueError: an argument makes no sense.
     """
-    dtype = decision.request.dtype
+    dtype = decision.compute_dtype or decision.request.dtype
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype: the job knows what to expect of {', '.join(TOLERANCES)}, not of {dtype}")
     report("loading the kernel")

@@ -64,8 +64,9 @@ class MeasuredPrefill:
         The choice needs the lengths on the host: without ``cu_seqlens_q_cpu`` it waits once for the device.
         """
         adapter = self.adapters[self.chosen]
-        if validate:
-            validation.check_batch(Batch(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal), self.device)
+        if validate:  # before the choice reads them
+            given = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, cu_seqlens_q_cpu, cu_seqlens_k_cpu)
+            validation.check_batch(Batch(*given), self.device)
         if causal and self.fastest:
             if cu_seqlens_q_cpu is None:
                 cu_seqlens_q_cpu = cu_seqlens_q.cpu()

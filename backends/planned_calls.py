@@ -131,7 +131,8 @@ class PlannedCalls:
             if call is not None:
                 try:
                     return repeat(call, q, k, v, out, return_lse)
-                except ValueError:  # refused before a launch, such as for its alignment, which the public one mends
+                except ValueError as refusal:  # before a launch, such as for alignment, which the public one mends
+                    log_fallback(str(refusal).split(" when calling:")[0])
                     return public(q, k, v, out, return_lse)
             if layout in planned:
                 return public(q, k, v, out, return_lse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mla_prefill.backends.base import Batch, PrefillAdapter, PrefillPlan, lengths
+from mla_prefill.backends.base import Batch, PrefillPlan, lengths
 from torch import Tensor
 
 
@@ -23,14 +23,16 @@ class ValidatedPlan(PrefillPlan):
         """
         adapter, tokens, keys = self.adapter, self.batch.starts_q[-1], self.batch.starts_k[-1]
         heads, qk, v_dim = adapter.num_heads, adapter.dims.qk_head_dim, adapter.dims.v_head_dim
-        _check_tensor("q", q, (tokens, heads, qk), "(query tokens, heads, qk_head_dim)", adapter)
-        _check_tensor("k", k, (keys, heads, qk), "(key tokens, heads, qk_head_dim)", adapter)
-        _check_tensor("v", v, (keys, heads, v_dim), "(key tokens, heads, v_head_dim)", adapter)
+        of_q, of_out = adapter.dtype, adapter.out_dtype
+        _check_tensor("q", q, (tokens, heads, qk), "(query tokens, heads, qk_head_dim)", of_q, adapter.device)
+        _check_tensor("k", k, (keys, heads, qk), "(key tokens, heads, qk_head_dim)", of_q, adapter.device)
+        _check_tensor("v", v, (keys, heads, v_dim), "(key tokens, heads, v_head_dim)", of_q, adapter.device)
         if out is not None:
-            _check_tensor("out", out, (tokens, heads, v_dim), "(query tokens, heads, v_head_dim)", adapter)
+            what = "(query tokens, heads, v_head_dim)"
+            _check_tensor("out", out, (tokens, heads, v_dim), what, of_out, adapter.device)
         answer: Any = super().run(q, k, v, out=out, return_lse=return_lse)
         result, lse = answer if return_lse else (answer, None)
-        self._check_result("out", result, (tokens, heads, v_dim), adapter.dtype)
+        self._check_result("out", result, (tokens, heads, v_dim), of_out)
         if lse is not None:
             self._check_result("LSE", lse, (heads, tokens), torch.float32)
         return answer
@@ -72,8 +74,10 @@ def _check_cu_seqlens(name: str, tensor: Any, host_copy: Any, device: torch.devi
     for sequence, length in enumerate(lengths(starts)):
         if length < 0:
             raise ValueError(f"{name}: must not decrease, but sequence {sequence} has length {length}")
-    if host_copy is not None and (host_copy.device.type != "cpu" or host_copy.tolist() != starts):
-        raise ValueError(f"{name}_cpu: must be a copy of {name} on the CPU")
+    if host_copy is None:
+        return
+    if not isinstance(host_copy, Tensor) or host_copy.device.type != "cpu" or host_copy.tolist() != starts:
+        raise ValueError(f"{name}_cpu: must be a copy of {name} on the CPU, a tensor")
 
 
 def _check_longest(name: str, given: Any, starts: list[int]) -> None:
@@ -84,14 +88,16 @@ def _check_longest(name: str, given: Any, starts: list[int]) -> None:
         raise ValueError(f"{name}: is {given}, but the longest sequence has {longest}")
 
 
-def _check_tensor(name: str, tensor: Any, shape: tuple[int, ...], meaning: str, adapter: PrefillAdapter) -> None:
+def _check_tensor(
+    name: str, tensor: Any, shape: tuple[int, ...], meaning: str, dtype: torch.dtype, device: torch.device
+) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: must be a tensor, got {type(tensor).__name__}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: must have shape {meaning} = {shape}, got {tuple(tensor.shape)}")
-    if tensor.dtype != adapter.dtype:
-        raise ValueError(f"{name}: must be {adapter.dtype}, as it was selected for, got {tensor.dtype}")
-    _check_device(name, tensor, adapter.device)
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}: must be {dtype}, as it was selected for, got {tensor.dtype}")
+    _check_device(name, tensor, device)
     if tensor.stride(-1) != 1:
         raise ValueError(f"{name}: the last dimension must be contiguous, got strides {tensor.stride()}")
 

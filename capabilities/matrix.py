@@ -220,9 +220,13 @@ class Matrix:
 
     @property
     def distributions(self) -> tuple[str, ...]:
-        """Every package that provides a kernel, in normalised spelling."""
-        names = (versions.canonical(p.distribution) for k in self.kernels.values() for p in k.providers)
-        return tuple(dict.fromkeys(names))
+        """Every package whose version counts, in normalised spelling: those that provide a kernel, then others that
+        their speed hangs on.
+        """
+        providers = [provider for kernel in self.kernels.values() for provider in kernel.providers]
+        names = [provider.distribution for provider in providers]
+        names += [name for provider in providers for name in provider.beside]
+        return tuple(dict.fromkeys(map(versions.canonical, names)))
 
     def arch(self, spelling: str) -> str:
         """The id of an architecture in any accepted spelling: ``sm_90a``, ``9.0``, ``gfx942:sramecc+:xnack-``."""

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mla_prefill.capabilities import versions
+
 #: A head dimension above this is a typing error, not a model.
 MAX_HEAD_DIM = 4096
 
@@ -163,6 +165,12 @@ class Provider:
     source: str
     #: Requirements that must all hold for a call to be repeated without the public function; empty: never.
     planned_call: tuple[str, ...] = ()
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Other packages that this one's speed hangs on."""
+        names = (versions.split(requirement)[0] for requirement in self.planned_call)
+        return tuple(name for name in names if name != self.distribution)
 
 
 @dataclass(frozen=True, slots=True)

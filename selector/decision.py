@@ -23,6 +23,11 @@ class Verdict(NamedTuple):
     reasons: tuple[Reason, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def unasked(self) -> str | None:
+        """What the question was for, where this is something else (``not-requested``)."""
+        return next((str(reason.expected) for reason in self.reasons if reason.code == "not-requested"), None)
+
     def to_dict(self) -> dict[str, Any]:
         c = self.candidate
         return {
@@ -167,16 +172,22 @@ class Decision:
         """Each rejected kernel with its reasons; those that were not asked for share a line at the end."""
         width = max((len(v.candidate.kernel) for v in self.rejected), default=0)
         lines: list[str] = []
-        unasked: dict[str, list[str]] = {}
-        for verdict in self.rejected:
-            waived = next((r.expected for r in verdict.reasons if r.code == "not-requested"), None)
-            if waived is not None and self.constraints:
-                unasked.setdefault(waived, []).append(verdict.candidate.kernel)
-                continue
+        for verdict in self._asked_for():
             texts = [f"{r.code}: {r.message}" + (f"  [{r.source}]" if r.source else "") for r in verdict.reasons]
             head = f"  {verdict.candidate.kernel:{width}}  "
             lines += [(head if i == 0 else " " * len(head)) + text for i, text in enumerate((*texts, *verdict.notes))]
-        return lines + [f"  not-requested ({why}): {', '.join(kernels)}" for why, kernels in unasked.items()]
+        return [*lines, *self._unasked_lines()]
+
+    def _asked_for(self) -> list[Verdict]:
+        """The rejected ones but those that a forced backend or version leaves out."""
+        return [v for v in self.rejected if not (self.constraints and v.unasked)]
+
+    def _unasked_lines(self) -> list[str]:
+        unasked: dict[str, list[str]] = {}
+        for verdict in self.rejected:
+            if self.constraints and verdict.unasked:
+                unasked.setdefault(verdict.unasked, []).append(verdict.candidate.kernel)
+        return [f"  not-requested ({what}): {', '.join(kernels)}" for what, kernels in unasked.items()]
 
     def _machine(self) -> str:
         environment = self.environment
@@ -217,7 +228,8 @@ class NoBackendError(LookupError):
         decision = self.decision
         lines = [f"{decision.one_line().removeprefix('mla-prefill: ')}"]
         lines += [f"  asked: {c}" for c in decision.constraints]
-        for verdict in decision.verdicts:
+        for verdict in decision._asked_for():
             lines.append(f"  {verdict.candidate.kernel}: " + "; ".join(r.message for r in verdict.reasons))
+        lines += decision._unasked_lines()
         lines += [f"  try: {hint.text}" for hint in decision.hints]
         return "\n".join(lines)

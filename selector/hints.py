@@ -31,7 +31,10 @@ def hints(decision: Decision) -> tuple[Hint, ...]:
     found += [hint for verdict in _worth_having(decision) for hint in tried(decision, verdict)]
     if decision.chosen is None:
         found += _nearest_dims(decision)
-    return tuple(found[:MAX_HINTS])
+    distinct: dict[tuple[Request, Environment], Hint] = {}
+    for hint in found:  # one change helps many candidates; it is told for the best one
+        distinct.setdefault((hint.request, hint.environment), hint)
+    return tuple(distinct.values())[:MAX_HINTS]
 
 
 def why_unmet(decision: Decision, wish: str) -> str:
@@ -68,8 +71,8 @@ def _granted(decision: Decision, wish: str) -> Iterator[Hint]:
 
 
 def _worth_having(decision: Decision) -> list[Verdict]:
-    """The rejected candidates that would be better than what was chosen, best first."""
-    rejected = [v for v in decision.verdicts if v.verdict == "rejected"]
+    """The rejected candidates that would be better than what was chosen: what was asked for, then best first."""
+    rejected = sorted((v for v in decision.verdicts if v.verdict == "rejected"), key=lambda v: v.unasked is not None)
     order = decision.matrix.order_for(decision.arch, decision.request.dims)
     if decision.chosen is None or order is None or decision.chosen.kernel not in order.order:
         return rejected
@@ -93,7 +96,7 @@ def _proposals(decision: Decision, verdict: Verdict) -> Iterator[Proposal]:
     name = f"{candidate.backend}/{candidate.kernel}"
     codes = {reason.code for reason in verdict.reasons}
     offers = _offers(decision, candidate.kernel)
-    ask = ""
+    ask, which = "", f": {name}"
     if "not-requested" in codes:
         codes.remove("not-requested")
         overrides = environment.overrides._replace(backend=None, fa_version=None)
@@ -103,7 +106,7 @@ def _proposals(decision: Decision, verdict: Verdict) -> Iterator[Proposal]:
         if not codes:
             yield ask, request, environment
             return
-        ask += " and "
+        ask, which = f"{ask} and ", ""
     if codes <= CURED_BY_AN_INSTALL and environment.packages is not None:
         for offer in offers:
             requirement = offer.requirement_for(request.dtype, request.needs)
@@ -114,18 +117,18 @@ def _proposals(decision: Decision, verdict: Verdict) -> Iterator[Proposal]:
     if codes == {"kernel-import-failed"}:
         broken = dict(environment.import_errors)
         repaired = [offer.distribution for offer in offers if broken.pop(offer.distribution, None)]
-        text = f"{ask}reinstall {', '.join(repaired)} for the PyTorch at hand: {name}"
+        text = f"{ask}reinstall {', '.join(repaired)} for the PyTorch at hand{which}"
         yield text, request, environment.replace(import_errors=broken)
     if codes == {"disabled-by-user"}:
         overrides = environment.overrides._replace(disable=())
-        yield f"{ask}unset MLA_PREFILL_DISABLE for {name}", request, environment.replace(overrides=overrides)
+        yield f"{ask}unset MLA_PREFILL_DISABLE{which}", request, environment.replace(overrides=overrides)
     if codes == {"dtype-unsupported"}:
         for dtype in candidate.dtypes:
-            yield f"{ask}use dtype {dtype}: {name}", _changed(request, dtype=dtype), environment
+            yield f"{ask}use dtype {dtype}{which}", _changed(request, dtype=dtype), environment
     if codes == {"feature-missing"}:
         kept = tuple(need for need in request.needs if need in candidate.provides)
         missing = ", ".join(sorted(set(request.needs) - set(kept)))
-        yield f"{ask}do without {missing}: {name}", _changed(request, needs=kept), environment
+        yield f"{ask}do without {missing}{which}", _changed(request, needs=kept), environment
 
 
 def _offers(decision: Decision, kernel: str) -> tuple[Offer, ...]:

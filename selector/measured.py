@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mla_prefill.capabilities.matrix import Matrix, fold_product
-from mla_prefill.capabilities.model import MLADimensions
+from mla_prefill.capabilities.model import Kernel, MLADimensions
 from mla_prefill.capabilities.profiles import Profile, Shape
 from mla_prefill.selector.decision import Decision, Verdict
 from mla_prefill.selector.environment import Environment
@@ -20,8 +20,8 @@ from mla_prefill.selector.request import BatchShape, Request
 Times = Mapping[Shape, Mapping[str, float]]
 Ordered = tuple[list[Verdict], "str | None", tuple[str, ...]]
 
-#: Eager times within this part of the fastest one are a tie, for device time to decide: a host's part of them wanders by
-#: more than kernels differ there. Choices by one profile of an H200 lose least in another one with it (docs/measured.md).
+#: Eager times within this part of the fastest one are a tie, for device time to decide: a host's part of them wanders
+#: by more than kernels differ there. Choices by one H200's profile lose least in another's with it (docs/measured.md).
 TIE = 0.06
 
 
@@ -79,7 +79,7 @@ def _applicable(
         if profile.arch != arch or not same_gpu(profile.gpu, environment.device):
             continue
         times = timed(profile, request.dims, _kernels(eligible), graph)
-        why_not = _against(profile, request, times, eligible, environment, graph)
+        why_not = _against(profile, request, times, eligible, environment, matrix, graph)
         if why_not is None:
             return profile, times
         against.append(f"{profile.label} {why_not}")
@@ -103,6 +103,7 @@ def _against(
     times: Times,
     eligible: Sequence[Verdict],
     environment: Environment,
+    matrix: Matrix,
     graph: bool,
 ) -> str | None:
     """Why a profile of this GPU does not count here; None where it does."""
@@ -118,10 +119,16 @@ def _against(
         provider = profile.providers[candidate.kernel]
         if candidate.provider != provider:
             return f"timed {candidate.kernel} of {provider}, here it comes from {candidate.provider}"
-        there, here = profile.packages.get(provider), installed.get(provider)
-        if not _same_version(there, here):
-            return f"was timed with {provider} {there}, installed is {here}"
+        for name in (provider, *_beside(matrix.kernels[candidate.kernel], provider)):
+            there, here = profile.packages.get(name), installed.get(name)
+            if not _same_version(there, here) and (name == provider or None not in (there, here)):
+                return f"was timed with {name} {there}, installed is {here}"
     return None
+
+
+def _beside(kernel: Kernel, distribution: str) -> tuple[str, ...]:
+    """What the kernel's speed hangs on beside its package, which neither need state."""
+    return next((provider.beside for provider in kernel.providers if provider.distribution == distribution), ())
 
 
 def _same_version(one: str | None, other: str | None) -> bool:

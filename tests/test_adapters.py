@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -323,6 +324,80 @@ def test_a_stub_that_hides_its_import_error_is_found_at_loading(stage: Stage, mo
         KernelError, match=r"TOKENSPEED_MLA/tokenspeed_mla \(tokenspeed-mla 2\.0\.4, torch .*mla_prefill"
     ):
         loaded("tokenspeed_mla", "tokenspeed-mla")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "arch", "loads"),
+    [  # what is installed: fa3-fwd 0.0.3 (bf16 only), flash-attn 2.8.3 (not on sm87), vllm 0.33.0
+        ("fa3", "bfloat16", "sm90", "fa3-fwd 0.0.3"),
+        ("fa3", "float16", "sm90", "vllm 0.33.0"),
+        ("fa2", "bfloat16", "sm86", "flash-attn 2.8.3"),
+        ("fa2", "bfloat16", "sm87", "vllm 0.33.0"),
+        ("trtllm_ragged", "bfloat16", "sm100", "TRTLLM_RAGGED/trtllm_ragged was chosen without regard to packages"),
+    ],
+)
+def test_a_decision_without_packages_loads_one_that_offers_it(
+    stage: Stage, kernel: str, dtype: str, arch: str, loads: str
+) -> None:
+    """Not the first that is there: it may lack the dtype, the architecture or the version."""
+    for distribution, version in (("fa3-fwd", "0.0.3"), ("flash-attn", "2.8.3"), ("vllm", "0.33.0")):
+        stage.distribution(distribution, version)
+    with pytest.raises(KernelError, match=re.escape(loads)):  # none of them can really be imported
+        load(select(Request(DEEPSEEK_V3, dtype=dtype, backend=kernel), Environment(arch)), num_heads=2, device="cpu")
+
+
+# --- FP8: q, k and v in it, out in 16 bit. ---
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(
+    ("kernel", "distribution", "version", "asked", "out_dtype"),
+    [
+        ("flashinfer_cutlass", "flashinfer-python", "0.7.4", {"needs": ["fp8_query", "lse"]}, torch.bfloat16),
+        ("trtllm_ragged", "flashinfer-python", "0.7.4", {"needs": ["fp8_query", "lse"]}, torch.bfloat16),
+        (
+            "flashinfer_cutlass",
+            "flashinfer-python",
+            "0.7.4",
+            {"needs": ["fp8_query"], "dtype": "float16"},
+            torch.float16,
+        ),
+        ("trtllm_ragged", "flashinfer-python", "0.7.4", {"prefers": ["fp8_query"]}, torch.bfloat16),
+        ("trtllm_ragged", "flashinfer-python", "0.7.4", {"dtype": "fp8"}, torch.bfloat16),
+        ("tokenspeed_mla", "tokenspeed-mla", "2.0.4", {"needs": ["fp8_query"]}, torch.bfloat16),
+    ],
+)
+def test_fp8_inputs(
+    stage: Stage,
+    kernel: str,
+    distribution: str,
+    version: str,
+    asked: dict[str, Any],
+    out_dtype: torch.dtype,
+    validate: bool,
+) -> None:
+    recorded = install(stage, Case(kernel, distribution, version))
+    decision = select(Request(DEEPSEEK_V3, backend=kernel, **asked), Environment("sm100", {distribution: version}))
+    adapter = load(decision, num_heads=3, device="cpu")
+    assert (adapter.dtype, adapter.out_dtype) == (FP8, out_dtype)
+    batch = small_batch(adapter)
+    assert batch.q.dtype == FP8
+    plan = adapter.plan(batch.cu_q, batch.cu_k, 33, 50, causal=False, validate=validate)
+    assert plan.run(batch.q, batch.k, batch.v).dtype == out_dtype
+    given = torch.empty(49, 3, 128, dtype=out_dtype)
+    assert plan.run(batch.q, batch.k, batch.v, out=given) is given
+    assert recorded.all[0].get("q_data_type", FP8) == FP8
+    assert recorded.all[0].get("o_data_type", out_dtype) == out_dtype
+    if validate:
+        with pytest.raises(ValueError, match=r"q: must be torch.float8_e4m3fn"):
+            plan.run(batch.q.to(torch.bfloat16), batch.k, batch.v)
+        with pytest.raises(ValueError, match="out: must be"):
+            plan.run(batch.q, batch.k, batch.v, out=given.to(FP8))
+    nothing = adapter.plan(batch.cu_q, torch.zeros_like(batch.cu_k), 33, 0, causal=False)
+    assert nothing.run(batch.q, batch.k[:0], batch.v[:0]).dtype == out_dtype
 
 
 def test_a_kernel_that_raises_is_named(stage: Stage) -> None:

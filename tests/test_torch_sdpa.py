@@ -36,7 +36,8 @@ def torch_kernel(kernel: str, arch: str, device: str) -> AdapterFactory:
 
     @cache
     def decide(dtype: str):
-        return select(Request(MISTRAL_SMALL_4, dtype=dtype, backend=kernel), Environment(arch=arch))
+        environment = Environment(arch, installed={"torch": torch.__version__})
+        return select(Request(MISTRAL_SMALL_4, dtype=dtype, backend=kernel), environment)
 
     def make(dims, dtype, num_heads, softmax_scale=None):
         decision = decide(dtype)
@@ -358,7 +359,7 @@ def test_a_gpu_decision_needs_a_gpu() -> None:
 def test_a_package_that_is_not_installed() -> None:
     decision = cpu_decision()
     chosen = dataclasses.replace(decision.chosen, provider="flash-attn")
-    with pytest.raises(KernelError, match=r"TORCH_SDPA/torch_math needs .* none is installed: flash-attn"):
+    with pytest.raises(KernelError, match="TORCH_SDPA/torch_math needs flash-attn, which is not installed"):
         load(dataclasses.replace(decision, chosen=chosen), num_heads=2)
 
 

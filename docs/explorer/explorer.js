@@ -205,15 +205,26 @@ const explorer = (() => {
     return [{ code: "lower-priority", message: fill(texts["lower-priority"], values), source: lacks ? null : from }];
   }
 
-  /* What would help, best candidate first: each of these was tried by the engine, or is tried here with its answers. */
+  /* What would help: what was asked for, then best candidate first, and one change once. Each of these was tried by the
+     engine, or is tried here with its answers. */
   function hints(question, judged, best, unmet, ranked) {
     const place = best ? judged.indexOf(best) : ranked;
     const wanted = ({ runs }) => unmet.some((wish) => !lackedIn(runs[4], wish));
-    const better = place < ranked ? judged.filter((one, i) => i < place || wanted(one)) : judged;
+    const unasked = ({ reasons }) => reasons.some(([code]) => code === "not-requested");
+    const better = (place < ranked ? judged.filter((one, i) => i < place || wanted(one)) : [...judged])
+      .sort((one, other) => unasked(one) - unasked(other));
     const found = unmet.map((wish) => installFor(question, best, wish, unmet));
     found.push(...better.filter((one) => one.reasons.length).map((one) => help(question, one)));
     if (!best && !blockOf(question.dims)) found.push(...nearest(question));
-    return found.filter(Boolean).slice(0, data.max_hints);
+    const distinct = new Map();
+    for (const [text, change] of found.filter(Boolean)) if (!distinct.has(change)) distinct.set(change, text);
+    return [...distinct.values()].slice(0, data.max_hints);
+  }
+
+  /* [text, the change that it proposes]: one that asks for a kernel is that kernel's own. */
+  function hint(text, values, label) {
+    const told = fill(text, { ...values, label });
+    return [told, text.startsWith("ask") ? told : fill(text, { ...values, label: "" })];
   }
 
   /* The install by which the best kernel itself would provide a wish. */
@@ -222,7 +233,7 @@ const explorer = (() => {
     const needing = { ...question, needs: [...question.needs, ...earlier, wish] };
     const again = judge(best.record, needing);
     const requirement = cure(needing, again, again.reasons.map(([code]) => code));
-    return requirement && fill(texts.install, { label: labelOf(kernelOf(best.record)), requirement });
+    return requirement && hint(texts.install, { requirement }, labelOf(kernelOf(best.record)));
   }
 
   function cure(question, one, codes) {
@@ -235,20 +246,20 @@ const explorer = (() => {
     const all = one.reasons.map(([code]) => code);
     const codes = new Set(all.filter((code) => code !== "not-requested"));
     const asking = codes.size < new Set(all).size;
-    if (!codes.size) return fill(texts.ask, { label });
+    if (!codes.size) return hint(texts.ask, {}, label);
     const requirement = cure(question, one, [...codes]);
-    if (requirement) return fill(asking ? texts.ask_install : texts.install, { label, requirement });
+    if (requirement) return hint(asking ? texts.ask_install : texts.install, { requirement }, label);
     if (codes.size > 1) return null;
     if (codes.has("feature-missing") && one.lacking.length) {
       const needs = question.needs.filter((need) => !one.lacking.includes(need));
       const missing = one.lacking.join(", ");
       const works = !judge(one.record, { ...question, needs }, asking).reasons.length;
-      return works ? fill(asking ? texts.ask_without : texts.without, { label, missing }) : null;
+      return works ? hint(asking ? texts.ask_without : texts.without, { missing }, label) : null;
     }
     if (!codes.has("dtype-unsupported")) return null;
     const dtypes = one.runs[2].map((number) => data.dtypes[number]);
     const dtype = dtypes.find((other) => !judge(one.record, { ...question, dtype: other }, asking).reasons.length);
-    return dtype ? fill(asking ? texts.ask_dtype : texts.dtype, { label, dtype }) : null;
+    return dtype ? hint(asking ? texts.ask_dtype : texts.dtype, { dtype }, label) : null;
   }
 
   function nearest(question) {
@@ -256,7 +267,7 @@ const explorer = (() => {
     const names = Object.keys(data.blocks).sort((one, other) => far(data.blocks[one]) - far(data.blocks[other]));
     const block = names.find((name) => answer({ ...question, dims: data.blocks[name] }).chosen);
     const values = { block, near: block && dimsText(data.blocks[block]), dims: dimsText(question.dims) };
-    return block ? [fill(texts.nearest, values)] : [];
+    return block ? [hint(texts.nearest, values, "")] : [];
   }
 
   // ---- question <-> address -----------------------------------------------------------------------------------------

@@ -46,9 +46,9 @@ TEXTS = {
     "ask": "ask for {label}",
     "ask_install": "ask for {label} and install {requirement}",
     "dtype": "use dtype {dtype}: {label}",
-    "ask_dtype": "ask for {label} and use dtype {dtype}: {label}",
+    "ask_dtype": "ask for {label} and use dtype {dtype}",
     "without": "do without {missing}: {label}",
-    "ask_without": "ask for {label} and do without {missing}: {label}",
+    "ask_without": "ask for {label} and do without {missing}",
     "default_order": DEFAULT_ORDER + "{why}",
     "timed_with": "{note}; timed with {packages}",
     "preferred": "{arch}, where {lacks} is preferred",
@@ -86,7 +86,7 @@ class Export:
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
-        self.packages = {name: _versions(matrix, name) for name in matrix.distributions}
+        self.packages = {name: _versions(matrix, name) for name in self._distributions()}
         self.features = sorted(matrix.features)
         self.deciding = _deciding(matrix)
         self.strings, self.reasons, self.states = Table(), Table(), Table()
@@ -94,6 +94,10 @@ class Export:
         self._providers = {name: _providers(kernel) for name, kernel in matrix.kernels.items()}
         self._planes: dict[Hashable, tuple[list[Condition], dict[Pair, Hashable]]] = {}
         self._machines = list(self._machines_of_one_package())
+
+    def _distributions(self) -> list[str]:
+        kernels = self.matrix.kernels.values()
+        return list(dict.fromkeys(versions.canonical(p.distribution) for k in kernels for p in k.providers))
 
     def data(self) -> dict[str, Any]:
         """Everything that the page looks up. Numbers point into ``strings``, ``reasons`` and the other tables."""
