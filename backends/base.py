@@ -281,7 +281,11 @@ class PrefillAdapter(ABC):
         try:
             return importlib.import_module(name)
         except Exception as error:  # undefined symbols, missing CUDA libraries, a DSL of another version ...
-            raise self.error(f"cannot be imported (module {name})", error) from error
+            failed = self.error(f"cannot be imported (module {name})", error)
+            raise KernelError(
+                f"{failed}. `mla-prefill env --probe` looks closer; to choose among the other packages, give select an "
+                f"environment.replace(import_errors={{{self.provider.distribution!r}: ...}})"
+            ) from error
 
     def error(self, what: str, cause: BaseException | None = None) -> KernelError:
         """The one text for everything that goes wrong in a kernel: which, from where, for what, and why."""

@@ -101,6 +101,13 @@ class Matrix:
         fingerprint: SHA-256 over the sources; equal fingerprints give equal decisions.
     """
 
+    def __eq__(self, other: object) -> bool:
+        """By fingerprint, so that decisions from equal files are equal, also after pickling."""
+        return self.fingerprint == other.fingerprint if isinstance(other, Matrix) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
     def __init__(self, document: Mapping[str, Any], folder: Path | None = None) -> None:
         self._document = document
         self.fingerprint: str = document["fingerprint"]

@@ -16,6 +16,8 @@ from mla_prefill.selector import telling
 
 Found = tuple[str, str | None, str]
 
+#: In how something was found where the GPUs of this machine are of several kinds, so that the current one counts.
+DIFFER = "the GPUs differ"
 
 #: There is such a file where a driver runs a GPU, even in a container that lacks the driver's library.
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/kfd")
@@ -51,10 +53,12 @@ def _from_torch(started: bool) -> Found | None:
         if not torch.cuda.is_available():
             return None
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        names = {torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())}
     except Exception:  # no torch, a broken or a half-imported one: none of them may break a query
         return None
     gcn = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
-    return (gcn or f"{properties.major}.{properties.minor}", properties.name, "torch")
+    how = "torch" if len(names) < 2 else f"torch; {DIFFER}, and this is the current one"
+    return (gcn or f"{properties.major}.{properties.minor}", properties.name, how)
 
 
 class Gpu(NamedTuple):
@@ -90,12 +94,13 @@ def _first_of(gpus: list[Gpu], entries: list[str] | None) -> Found | None:
     kinds = list(dict.fromkeys(f"{gpu.name} ({gpu.arch})" for gpu in gpus))
     if ordered or len(kinds) < 2:
         seen = _seen(gpus, entries)
-        return (seen[0].arch, seen[0].name, "NVML") if seen else None
+        how = "NVML" if len({gpu.name for gpu in seen}) < 2 else f"NVML; {DIFFER}, and this is the first one"
+        return (seen[0].arch, seen[0].name, how) if seen else None
     # "Fastest first" by a heuristic that is not documented: across architectures the newest is the best guess.
     seen = _seen(sorted(gpus, key=lambda gpu: tuple(map(int, gpu.arch.split("."))), reverse=True), entries)
     if not seen:
         return None
-    doubt = f"the GPUs differ, {', '.join(kinds)}, and CUDA's own order of them is not known here"
+    doubt = f"{DIFFER}, {', '.join(kinds)}, and CUDA's own order of them is not known here"
     if len({gpu.arch for gpu in gpus}) == 1:
         return (seen[0].arch, None, f"NVML; {doubt}")
     taken = f"taken: {seen[0].name}, as if newer were faster"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -42,15 +43,10 @@ class _State:
 
 
 _state = _State()
-_reloading = threading.Lock()
-
-
-def _unlock_after_fork() -> None:
-    global _reloading
-    _reloading = threading.Lock()  # the thread that held it is not in the child
-
-
-os.register_at_fork(after_in_child=_unlock_after_fork)
+#: Held while something is worked out, read or replaced. A fork waits for it: what a thread of the parent has half
+#: imported or locked would stay so in the child for ever. Reentrant, since a signal's handler may `reload` meanwhile.
+_working = threading.RLock()
+os.register_at_fork(before=_working.acquire, after_in_parent=_working.release, after_in_child=_working.release)
 
 
 def select(request: Request, environment: Environment | None = None, matrix: Matrix | None = None) -> Decision:
@@ -64,22 +60,49 @@ def select(request: Request, environment: Environment | None = None, matrix: Mat
     Raises:
         NoBackendError: nothing is eligible; it carries the decision.
         UnknownNameError: the request or an override names a backend, FA version or feature that nobody declared.
-        MatrixError, EnvironmentVariableError: what was to be read cannot be used.
+        MatrixError, OSError, EnvironmentVariableError: what was to be read cannot be used.
+        RequestError, TypeError: the arguments are no request, environment and matrix.
     """
     state = _state
-    answers: dict[Any, Decision] = (state if matrix is None else matrix).answers
     # Where the machine is asked for, its answer hangs on the variables, and on what `clear` forgets.
     key: Any = (request, environment) if environment is not None else (request, state.epoch, *map(_raw_get, _READ))
-    decision = answers.get(key)
+    try:
+        decision = (state if matrix is None else matrix).answers.get(key)
+    except (AttributeError, TypeError):
+        require_types(request, environment, matrix)
+        raise
     if decision is None:
-        if environment is None:
-            environment = here(state)
-        decision = decide(request, environment, matrix_of(environment, state) if matrix is None else matrix)
-        decision = _remember(answers, key, decision, CACHE_SIZE)
-        telling.decision(decision)
+        with _working:
+            decision = _asked_first(request, environment, matrix, state, key)
+        telling.decision(decision)  # not under the lock: logging has one of its own, which a fork takes too
     if decision.chosen is None:
         raise NoBackendError(decision)
     return decision
+
+
+def _asked_first(
+    request: Request, environment: Environment | None, matrix: Matrix | None, state: _State, key: Any
+) -> Decision:
+    require_types(request, environment, matrix)
+    if environment is None:
+        environment = here(state)
+        # The answer is not this machine's for good where a variable was changed meanwhile, or GPUs differ and another
+        # one may become the current one.
+        if environment.gpus_differ or key != (request, state.epoch, *map(_raw_get, _READ)):
+            key = (request, environment)
+    answers: dict[Any, Decision] = (state if matrix is None else matrix).answers
+    decision = decide(request, environment, matrix_of(environment, state) if matrix is None else matrix)
+    return _remember(answers, key, decision, CACHE_SIZE)
+
+
+def require_types(request: Any, environment: Any, matrix: Any) -> None:
+    """Raises RequestError or TypeError for what no question can be asked with."""
+    if not isinstance(request, Request):
+        raise RequestError(f"select takes a Request such as Request((64, 64, 128)), got {request!r}")
+    if not (environment is None or isinstance(environment, Environment)):
+        raise TypeError(f'environment must be an Environment such as Environment("sm90"), got {environment!r}')
+    if not (matrix is None or isinstance(matrix, Matrix)):
+        raise TypeError(f"matrix must be what load_matrix gives, such as load_matrix(path), got {matrix!r}")
 
 
 def reload(path: str | Path | None = None) -> Matrix:
@@ -95,26 +118,36 @@ def reload(path: str | Path | None = None) -> Matrix:
         MatrixError, OSError: it cannot be used.
     """
     global _state
-    with _reloading:  # of two reloads the later one wins
-        given = _state.path if path is None else str(path)
-        source = given or Overrides.from_environ().matrix
+    with _working:  # of two reloads the later one wins
+        given = _state.path if path is None else os.path.abspath(path)  # the working directory may change
+        variable = Overrides.from_environ().matrix
+        failure: MatrixError | OSError | None = None
         try:
-            fresh = load_matrix(source)
+            fresh = load_matrix(given) if given else _load_named(variable)
         except (MatrixError, OSError) as error:
-            # Its text alone: a log record that holds the error would hold all that was read.
-            telling.warning("the matrix in force stays: %s cannot be used: %s", source or "the shipped one", str(error))
-            raise
-        state = _State(fresh if given else None, given)
-        state.matrices[source] = fresh
-        _state = state
+            failure = error
+        else:
+            state = _State(fresh if given else None, given)
+            state.matrices[given or variable] = fresh
+            _state = state
+    time.sleep(0)  # a lock is not fair: whoever waits for it gets it now, and not after many reloads in a row
+    if failure is not None:
+        # Its text alone: a log record that holds the error would hold all that was read.
+        source = given or variable or "the shipped one"
+        telling.warning("the matrix in force stays: %s cannot be used: %s", source, str(failure))
+        try:
+            raise failure
+        finally:
+            del failure  # it holds this frame, which would hold it
     return fresh
 
 
 def clear() -> None:
     """Forgets decisions, the detected machine, matrices and what `reload` put in force."""
     global _state
-    _state = _State()
-    telling.clear()
+    with _working:
+        _state = _State()
+        telling.clear()
 
 
 # Reading variables through os.environ costs 0.5 us each, more than a remembered decision. The mapping underneath costs
@@ -126,31 +159,42 @@ _READ = tuple(map(_encode, (*VARIABLES, *renamed.VARIABLES, *VISIBLE_DEVICES)))
 
 
 def here(state: _State | None = None) -> Environment:
-    """This machine, detected once, and again when one of the variables changes."""
+    """This machine, detected once, and again when one of the variables changes, or always where its GPUs differ."""
     state = state or _state
     key = tuple(map(_raw_get, _READ))
     environment = state.here.get(key)
     if environment is None:
-        matrix = matrix_in_force(state)
-        environment = _remember(state.here, key, Environment.detect(matrix.distributions), 16)
+        environment = Environment.detect(matrix_in_force(state).distributions)
+        if not environment.gpus_differ and key == tuple(map(_raw_get, _READ)):
+            environment = _remember(state.here, key, environment, 16)
     return environment
 
 
 def matrix_in_force(state: _State | None = None) -> Matrix:
     """The matrix for questions about this machine."""
-    return _matrix_at(Overrides.from_environ().matrix, state or _state)
+    return matrix_named(Overrides.from_environ().matrix, state)
 
 
 def matrix_of(environment: Environment, state: _State | None = None) -> Matrix:
     """The matrix for a question that names none."""
-    return _matrix_at(environment.overrides.matrix, state or _state)
+    return matrix_named(environment.overrides.matrix, state)
 
 
-def _matrix_at(path: str | None, state: _State) -> Matrix:
+def matrix_named(path: str | None, state: _State | None = None) -> Matrix:
+    """The matrix that `reload` put in force, else the one that a variable names, or the shipped one."""
+    state = state or _state
     if state.in_force is not None:
         return state.in_force
     matrix = state.matrices.get(path)
-    return _remember(state.matrices, path, load_matrix(path), 16) if matrix is None else matrix
+    return _remember(state.matrices, path, _load_named(path), 16) if matrix is None else matrix
+
+
+def _load_named(path: str | None) -> Matrix:
+    """What the variable names, which a file that is not there cannot tell."""
+    try:
+        return load_matrix(path)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} (MLA_PREFILL_MATRIX={path})", error.filename) from error
 
 
 def _remember(cache: dict[Any, _V], key: Any, value: _V, size: int) -> _V:
@@ -172,8 +216,7 @@ class _Asked(NamedTuple):
 
 def decide(request: Request, environment: Environment, matrix: Matrix) -> Decision:
     """`select` without cache and without raising: ``chosen`` is None where nothing is eligible."""
-    if not isinstance(request, Request):
-        raise RequestError(f"select takes a Request such as Request((64, 64, 128)), got {request!r}")
+    require_types(request, environment, matrix)
     asked = _asked(request, environment, matrix)
     try:
         arch = matrix.arch(environment.arch)
@@ -242,7 +285,12 @@ def _asked(request: Request, environment: Environment, matrix: Matrix) -> _Asked
         ("backend", overrides.backend, "MLA_PREFILL_BACKEND"),
         ("fa_version", overrides.fa_version, "MLA_PREFILL_FA_VERSION"),
     ):
-        if value is None or {"backend": backend, "fa_version": fa_version}[name] is not None:
+        if value is None:
+            continue
+        given = {"backend": request.backend, "fa_version": request.fa_version}[name]
+        if given is not None:
+            if given != value:
+                notes.append(f"{variable}={value} is not used: the request asks for {name} {given}")
             continue
         both: dict[str, Any] = {"backend": backend, "fa_version": fa_version, name: value}
         if argument is not None and not _can_hold(matrix, **both):

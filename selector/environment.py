@@ -143,6 +143,13 @@ class Environment(_Fields):
     def installed(self) -> dict[str, str] | None:
         return None if self.packages is None else dict(self.packages)
 
+    @property
+    def gpus_differ(self) -> bool:
+        """Whether it was found on a machine with GPUs of several kinds, one of which is the current one."""
+        from mla_prefill.selector.detection import DIFFER
+
+        return DIFFER in self.detected_by
+
     def replace(self, **changes: Any) -> Environment:
         """A copy with some arguments changed."""
         now = {
@@ -162,7 +169,7 @@ class Environment(_Fields):
         """This machine, without importing a kernel package, and torch only where no driver library answers.
 
         Args:
-            distributions: the packages to look for; None: those of the shipped kernel sheet.
+            distributions: the packages to look for; None: those of the matrix in force.
             arch: the architecture, where the caller knows it already.
             overrides: None: what the environment variables ask for.
 
@@ -173,9 +180,9 @@ class Environment(_Fields):
 
         overrides = Overrides.from_environ() if overrides is None else overrides
         if distributions is None:
-            from mla_prefill.capabilities import load_matrix
+            from mla_prefill.selector.engine import matrix_named
 
-            distributions = load_matrix(overrides.matrix).distributions
+            distributions = matrix_named(overrides.matrix).distributions
         device, how = None, "explicit"
         if arch is None:
             arch, device, how = detection.architecture()

@@ -6,6 +6,7 @@ imported here: a group exists only where something else has loaded it.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 from mla_prefill.capabilities.matrix import Matrix, UnknownNameError
 from mla_prefill.capabilities.model import Candidate
 from mla_prefill.selector.decision import Decision, Hint, NoBackendError, Verdict
-from mla_prefill.selector.engine import decide, here, matrix_of, select
+from mla_prefill.selector.engine import decide, here, matrix_of, require_types, select
 from mla_prefill.selector.environment import Environment
 from mla_prefill.selector.reasons import Reason
 from mla_prefill.selector.request import Request
@@ -105,7 +106,7 @@ def select_for_group(
         request: the question, the same on every rank.
         group: a ``torch.distributed`` process group; None: the default one.
         environment: what this rank contributes; None: this machine.
-        matrix: None: the shipped one, or what MLA_PREFILL_MATRIX names.
+        matrix: None: the one in force, as for `select`.
         per_rank: every rank's own answer instead, in the order of the group's ranks; ``chosen`` is None for a rank
             that has no backend.
 
@@ -121,11 +122,14 @@ def select_for_group(
         return (decide(request, environment, matrix_of(environment) if matrix is None else matrix),)
     cause: Exception | None = None
     try:
-        environment = here() if environment is None else environment
+        require_types(request, environment, matrix)
+        with _on_its_device(group):
+            environment = here() if environment is None else environment
         matrix = matrix_of(environment) if matrix is None else matrix
         mine = _Statement(request, environment, _version(), matrix.fingerprint)
+        pickle.dumps(mine)
     except Exception as error:  # raised below, after the exchange: the others wait in it
-        cause, mine = error, _Statement(request, None, "", "", f"{type(error).__name__}: {error}")
+        cause, mine = error, _Statement(None, None, "", "", f"{type(error).__name__}: {error}")
     statements = _exchange(mine, group)
     try:
         _require_comparable(statements)
@@ -147,7 +151,7 @@ def select_for_group(
 class _Statement(NamedTuple):
     """What a rank tells the others. Without an environment, ``failure`` says why."""
 
-    request: Request
+    request: Request | None
     environment: Environment | None
     version: str
     fingerprint: str
@@ -173,10 +177,19 @@ def _exchange(mine: _Statement, group: Any) -> list[tuple[int, _Statement]]:
     except RuntimeError as error:
         why = next(iter(str(error).strip().splitlines()), "no message")
         raise GroupError(
-            f"the ranks could not exchange what they have ({type(error).__name__}: {why}). With NCCL each rank needs a "
-            "GPU of its own: torch.cuda.set_device(local_rank), or device_id= of init_process_group"
+            f"the ranks could not exchange what they have ({type(error).__name__}: {why}){_cure(str(error))}"
         ) from error
     return list(zip(dist.get_process_group_ranks(group), said, strict=True))
+
+
+def _cure(why: str) -> str:
+    """By torch's own words; where they say neither, the error stands alone."""
+    if "Numpy" in why:
+        return "; torch.distributed exchanges objects with the help of NumPy: install it on every rank"
+    if "NCCL" in why:
+        own = "torch.cuda.set_device(local_rank), or device_id= of init_process_group"
+        return f". With NCCL each rank needs a GPU of its own: {own}"
+    return ""
 
 
 def _on_its_device(group: Any) -> AbstractContextManager[object]:
@@ -205,20 +218,25 @@ def _require_comparable(statements: Sequence[tuple[int, _Statement]]) -> None:
 
 #: What has to be the same on all ranks: how a difference is told, what to do about it, and where it is.
 _COMPARED: tuple[tuple[str, str, Callable[[_Statement], str]], ...] = (
-    ("asked different questions", "give all of them the same Request", lambda said: str(said.request.to_dict())),
+    ("asked different questions", "give all of them the same Request", lambda said: str(_asked(said).to_dict())),
     ("run different versions of mla-prefill", "install the same one everywhere", lambda said: said.version),
     (
         "have different matrices",
-        "set MLA_PREFILL_MATRIX to the same files everywhere (mla-prefill env prints the fingerprint)",
+        "set MLA_PREFILL_MATRIX to the same files, or reload() them, everywhere (mla-prefill env prints a fingerprint)",
         lambda said: said.fingerprint[:16],
     ),
 )
 
 
+def _asked(said: _Statement) -> Request:
+    assert said.request is not None  # a rank without one has failed, and nobody gets here
+    return said.request
+
+
 def _decide_on(rank: int, said: _Statement, matrix: Matrix) -> Decision:
     assert said.environment is not None
     try:
-        return decide(said.request, said.environment, matrix)
+        return decide(_asked(said), said.environment, matrix)
     except UnknownNameError as error:
         raise GroupError(f"rank {rank}: {error}") from error
 

@@ -41,6 +41,7 @@ SITE = (
     "    allow:\n      - {arch: [sm90], fa_version: 3, backends: [FLASH_ATTN]}\n"
 )
 ALL = {**FA2, **FA3, "flashinfer-python": "0.7.4"}
+CUDNN = {"torch": "2.11.0", "flashinfer-python": "0.7.4", "nvidia-cudnn-frontend": "1.32.0"}
 
 
 def ask(environment: Environment, request: Request = REQUEST, **more: Any) -> Any:
@@ -81,6 +82,12 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     "alike": hopper(ALL),
     "described": lambda rank: ask(Environment("sm90")),
     "sm89 and sm120": lambda rank: ask(Environment("sm120" if rank % 2 else "sm89", FA2)),
+    # cudnn is third on sm100 and fifth on sm90, fa2 fourth and first.
+    "sm100 and sm90": lambda rank: ask(Environment("sm90" if rank else "sm100", CUDNN)),
+    # Both packages are everywhere, but each runs on one of the two.
+    "sm86 and sm87": lambda rank: ask(
+        Environment("sm87" if rank else "sm86", {"flash-attn": "2.8.3", "vllm": "0.33.0"})
+    ),
     "one rank lacks FA3": hopper(ALL, ALL, ALL, FA2),
     "nothing in common": hopper(FA3, FA3, FA2),
     "two versions": hopper({"flash-attn": "2.8.3"}, {"flash-attn": "2.7.4.post1"}),
@@ -96,6 +103,8 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     ),
     "each for itself": lambda rank: ask(Environment("sm90", FA2 if rank == 3 else ALL), per_rank=True),
     "one has nothing": lambda rank: ask(Environment("sm90", {} if rank == 3 else ALL), per_rank=True),
+    "no request on one rank": lambda rank: ask(Environment("sm90", ALL), "deepseek_v3" if rank == 1 else REQUEST),
+    "no pickle on one rank": lambda rank: ask(Environment("sm90", ALL, device=(lambda: 0) if rank == 1 else None)),
     "other questions": lambda rank: ask(
         Environment("sm90", ALL), Request((64, 64, 128), "fp16" if rank == 2 else "bf16")
     ),
@@ -200,6 +209,7 @@ def test_all_ranks_get_the_same(name: str, outcomes: dict[str, list[dict[str, An
     [
         ("alike", ["fa3"]),
         ("sm89 and sm120", ["fa2"]),  # C55
+        ("sm100 and sm90", ["fa2"]),
         ("one rank lacks FA3", ["fa2"]),
         ("a common second provider", ["fa3"]),
         ("disabled on one rank", ["fa2"]),
@@ -226,6 +236,12 @@ def test_the_best_that_every_rank_can_run(name: str, kernels: list[str], outcome
         ("other matrices", ["ranks have different matrices", "(ranks 0, 2-3)", "(rank 1)", "MLA_PREFILL_MATRIX"]),
         ("mistyped variable", ["rank 3", "MLA_PREFILL_DISABEL", "did you mean"]),
         ("unknown name on one rank", ["rank 2: unknown backend 'fa33'"]),
+        ("no request on one rank", ["ranks that cannot take part: RequestError: select takes a Request", "(rank 1)"]),
+        ("no pickle on one rank", ["ranks that cannot take part", "pickle", "(rank 1)"]),
+        (
+            "sm86 and sm87",
+            ["the same package and version on every rank", "flash-attn 2.8.3 (rank 0)", "vllm 0.33.0 (ranks 1-3)"],
+        ),
     ],
 )
 def test_the_text_names_the_ranks(name: str, lines: list[str], outcomes: dict[str, Any]) -> None:
@@ -241,6 +257,9 @@ def test_the_text_names_the_ranks(name: str, lines: list[str], outcomes: dict[st
         ("other questions", "GroupError"),
         ("other matrices", "GroupError"),
         ("mistyped variable", "GroupError"),
+        ("no request on one rank", "GroupError"),
+        ("no pickle on one rank", "GroupError"),
+        ("sm86 and sm87", "NoBackendError"),
         ("unknown name on one rank", "GroupError"),
     ],
 )
@@ -304,16 +323,29 @@ def test_the_exchange_is_the_same_on_every_transport(
         assert got["this machine"].get("kernels", [None]) == alone[:1]
 
 
-def test_an_exchange_that_fails_says_what_nccl_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            ("DistBackendError", "NCCL error in: NCCLUtils.cpp\nDuplicate GPU detected : rank 1 and rank 0"),
+            r"DistBackendError: NCCL error in.*torch.cuda.set_device\(local_rank\)",
+        ),
+        (("DistNetworkError", "Connection reset by peer"), r"\(DistNetworkError: Connection reset by peer\)$"),
+        (("DistError", "Numpy is not available"), "install it on every rank"),
+    ],
+)
+def test_an_exchange_that_fails_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, error: tuple[str, str], says: str
+) -> None:
     dist = pytest.importorskip("torch").distributed
 
     def fails(*_: Any, **__: Any) -> None:
-        raise dist.DistBackendError("NCCL error in: NCCLUtils.cpp\nDuplicate GPU detected : rank 1 and rank 0")
+        raise getattr(dist, error[0])(error[1])
 
     monkeypatch.setattr(group, "_is_distributed", lambda _: True)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
     monkeypatch.setattr(dist, "all_gather_object", fails)
-    with pytest.raises(GroupError, match=r"DistBackendError: NCCL error in.*torch.cuda.set_device\(local_rank\)"):
+    with pytest.raises(GroupError, match=says):
         select_for_group(REQUEST, environment=Environment("sm90", ALL))
 
 

@@ -14,6 +14,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mla_prefill
@@ -195,6 +196,83 @@ def test_an_invalid_file_keeps_the_old_matrix_and_says_so_once(
     assert warnings[0].startswith(f"the matrix in force stays: {folder} cannot be used")
 
 
+def test_a_reloaded_path_stays_where_it_was(edited: Edited, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A daemon changes its working directory."""
+    folder = without_fa4(edited)
+    monkeypatch.chdir(folder.parent)
+    reload(folder.name)
+    monkeypatch.chdir(tmp_path.anchor)
+    assert reload().fingerprint == load_matrix(folder).fingerprint
+
+
+def test_a_matrix_that_is_not_there_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PREFILL_MATRIX", "/nowhere")
+    for ask in (lambda: select(Request(DEEPSEEK)), reload):
+        with pytest.raises(FileNotFoundError, match=r"\(MLA_PREFILL_MATRIX=/nowhere\): '/nowhere'"):
+            ask()
+
+
+def test_detection_looks_for_the_packages_of_the_matrix_in_force(edited: Edited) -> None:
+    folder = edited("kernels.yaml", "distribution: fa3-fwd", "distribution: pytest")
+    assert "pytest" not in (Environment.detect(arch="sm90").installed or {})
+    reload(folder)
+    assert "pytest" in (Environment.detect(arch="sm90").installed or {})
+
+
+def test_a_variable_that_changes_meanwhile_leaves_no_stale_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of that moment may be either; the next one is right."""
+    detect = Environment.detect
+
+    def slowly(*arguments: Any) -> Environment:
+        found = detect(*arguments, arch="sm90", overrides=Overrides.from_environ()).replace(
+            installed={"flash-attn-4": "4.0.0b36", "fa3-fwd": "0.0.3"}
+        )
+        monkeypatch.delenv("MLA_PREFILL_DISABLE", raising=False)
+        return found
+
+    monkeypatch.setattr(Environment, "detect", slowly)
+    monkeypatch.setenv("MLA_PREFILL_DISABLE", "fa4")
+    assert select(Request(DEEPSEEK)).kernel.name == "fa3"
+    monkeypatch.setenv("MLA_PREFILL_DISABLE", "fa4")
+    monkeypatch.delenv("MLA_PREFILL_DISABLE")
+    assert select(Request(DEEPSEEK)).kernel.name == "fa4"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_c55_where_gpus_differ_the_current_one_counts(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """torch.cuda.set_device between two questions; GPUs of one kind are looked at once."""
+    torch = pytest.importorskip("torch")
+    gpus = [SimpleNamespace(major=8, minor=9, name="L40S"), SimpleNamespace(major=12, minor=0, name="RTX 5090")]
+    current, looked = [0], []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: looked.append(1) or current[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
+    assert select(Request(DEEPSEEK, backend="TORCH_SDPA")).arch == "sm89"
+    assert select(Request(DEEPSEEK, backend="TORCH_SDPA")).arch == "sm89"
+    assert len(looked) == count
+    current[0] = count - 1
+    assert select(Request(DEEPSEEK, backend="TORCH_SDPA")).arch == ("sm89", "sm120")[count - 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (([1],), r"select takes a Request such as Request\(\(64, 64, 128\)\), got \[1\]"),
+        (("deepseek_v3",), "select takes a Request"),
+        (
+            (Request(DEEPSEEK), "sm90"),
+            r"environment must be an Environment such as Environment\(\"sm90\"\), got 'sm90'",
+        ),
+        ((Request(DEEPSEEK), HOPPER, "matrix.yaml"), "matrix must be what load_matrix gives"),
+    ],
+)
+def test_arguments_that_are_no_question(arguments: tuple[Any, ...], says: str) -> None:
+    with pytest.raises((RequestError, TypeError), match=says):
+        select(*arguments)
+
+
 def test_c52_the_visible_device_is_an_input_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker sets its device after the first question in the process it was forked from."""
     machine = {"0": "sm90", "1": "sm80"}
@@ -260,9 +338,11 @@ def test_c56_an_answer_is_never_modified() -> None:
             "sm90", {"torch": "2.13.0"}, {"torch": "no"}, Overrides("FLASH_ATTN", 3, ("fa2",), None), "H200", "x"
         ),
         Environment("sm90"),
+        select(Request(DEEPSEEK), HOPPER),
     ],
+    ids=lambda value: type(value).__name__,
 )
-def test_questions_travel_to_other_processes(value: Any) -> None:
+def test_questions_and_answers_travel_to_other_processes(value: Any) -> None:
     for again in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
         assert again == value
         assert type(again) is type(value)
@@ -363,8 +443,9 @@ def test_c31_what_an_override_did_is_part_of_the_answer() -> None:
     described = HOPPER.replace(overrides=Overrides(backend="TORCH_SDPA"))
     (constraint,) = select(Request(DEEPSEEK), described).constraints
     assert str(constraint) == "backend = TORCH_SDPA (environment variable MLA_PREFILL_BACKEND)"
-    (constraint,) = select(Request(DEEPSEEK, backend="FLASH_ATTN"), described).constraints
-    assert constraint.origin == "argument"
+    argument = select(Request(DEEPSEEK, backend="FLASH_ATTN"), described)
+    assert [constraint.origin for constraint in argument.constraints] == ["argument"]
+    assert argument.notes == ("MLA_PREFILL_BACKEND=TORCH_SDPA is not used: the request asks for backend FLASH_ATTN",)
     with pytest.raises(NoBackendError) as refused:
         select(Request(DEEPSEEK), HOPPER.replace(overrides=Overrides(backend="TRTLLM_RAGGED")))
     assert refused.value.decision.constraints[0].value == "TRTLLM_RAGGED"

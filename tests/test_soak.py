@@ -135,8 +135,37 @@ def test_workers_get_the_same_decision(method: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_worker_forked_during_a_reload_can_reload(edited: Callable[[str, str, str], Path]) -> None:
-    """The thread that reloads in the parent is not in the child, but its lock would be."""
+    """The fork waits: what a thread has half imported or locked would stay so in the child, where it is not."""
     folder = edited("matrix.yaml", ROW, list(EXPECTED)[1])
-    with engine._reloading, multiprocessing.get_context("fork").Pool(1) as pool:
+    at_work, done = threading.Event(), []
+
+    def work() -> None:
+        with engine._working:
+            at_work.set()
+            time.sleep(0.3)
+            done.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    at_work.wait()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert done
         fingerprint = pool.apply_async(eval, (RELOAD, {"path": folder})).get(120)
+    thread.join()
     assert fingerprint == reload(folder).fingerprint
+
+
+def test_a_reload_in_a_signals_handler_may_interrupt_another(
+    edited: Callable[[str, str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = edited("matrix.yaml", ROW, list(EXPECTED)[1])
+    read, meanwhile = engine.load_matrix, [folder]
+
+    def interrupted(path: str | None) -> object:
+        if meanwhile:
+            reload(meanwhile.pop())
+        return read(path)
+
+    monkeypatch.setattr(engine, "load_matrix", interrupted)
+    assert reload(folder).fingerprint == read(folder).fingerprint
+    assert not meanwhile
