@@ -27,6 +27,8 @@ KINDS = {
     "priorities": "orders",
     "models": "models",
 }
+#: What a file may be that is laid over a matrix. The other two hold facts, which one site does not have to itself.
+OVERLAYS = ("matrix", "priorities", "models")
 #: Where the document keeps the place of an item, under the key "@".
 _PLACED = (
     ("kernels", "*"),
@@ -42,7 +44,7 @@ _PLACED = (
 
 @dataclass
 class Sources:
-    """The files one matrix is made of: one of each kind, and overlays of matrix rows (or models)."""
+    """The files one matrix is made of: one of each kind, and overlays of rows, orders or models."""
 
     files: dict[str, SourceFile]
     overlays: list[tuple[str, SourceFile]] = field(default_factory=list)
@@ -97,7 +99,7 @@ def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> 
     Args:
         path: None for the shipped data, a folder with all five files, or one file that stands in for its namesake
             among the shipped data.
-        extra: files of matrix rows (or models) to lay over it.
+        extra: files of rows, orders or models to lay over it.
 
     Raises:
         OSError: a path cannot be read.
@@ -151,6 +153,8 @@ def document(sources: Sources) -> dict[str, Any]:
                 known = merged[key].setdefault(name, block)
                 if known is not block:
                     known["allow"] = known["allow"] + block["allow"]
+        elif kind == "priorities":
+            merged[key] = merged[key] + content  # of two for the same arch and dims the later one counts
         else:
             merged[key] = {**merged[key], **content}
         if kind == "matrix":
@@ -188,7 +192,7 @@ def load_matrix(path: str | Path | None = None, extra: Sequence[str | Path] = ()
 
     Args:
         path: None for the shipped data, a data folder, or one file in place of its shipped namesake.
-        extra: overlays: files of matrix rows (or models) with the same checks; a candidate says which file it is from.
+        extra: overlays: files of rows, orders or models with the same checks; an answer says which file it is from.
 
     Raises:
         MatrixError: with every finding of every file.

@@ -176,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH",
-        help="lay this file of rows over it (repeatable)",
+        help="lay this file of rows, orders or models over it (repeatable)",
     )
     command.add_argument(
         "--fix", action="store_true", help="mend what is mechanical: modelines, lists, the compiled form, docs pages"
@@ -282,7 +282,7 @@ def _add_matrix(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="lay this file of rows over the matrix (repeatable)",
+        help="lay this file of rows, orders or models over the matrix (repeatable)",
     )
 
 
