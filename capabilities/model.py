@@ -51,15 +51,6 @@ class MLADimensions(_Dims):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where a fact was read: kind (code, issue, docs, config, measurement) and a reference to look up."""
-
-    kind: str
-    ref: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Architecture:
     """One GPU target. ``vendor`` is part of the identity: AMD's gfx950 is never mixed up with NVIDIA's 9.x."""
 
