@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -116,6 +117,8 @@ def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> 
             source = read_file(chosen)
             replaced[kind_of(source, chosen)] = source
     files = {kind: replaced.get(kind) or read_file(folder / f"{kind}.yaml", f"{label}/{kind}.yaml") for kind in KINDS}
+    if folders := [str(p) for p in extra if Path(p).is_dir()]:
+        raise IsADirectoryError(errno.EISDIR, "a folder; only files are laid over, --matrix takes a folder", folders[0])
     overlays = [(kind_of(source, Path(p)), source) for p in extra for source in [read_file(Path(p))]]
     evidence, measured = (
         [read_file(p, f"{label}/{kind}/{p.name}") for p in _records(folder, kind)] for kind in ("evidence", "measured")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 #: A kernel that is given a padded V writes rows as wide as qk, so never into the caller's buffer.
 _LOST_BY_PADDING = frozenset({"out"})
 #: What drivers write before a product's name, and people leave out.
-BRANDS = ("nvidia", "amd", "instinct", "geforce")
+BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
 class UnknownNameError(ValueError):
@@ -229,7 +229,10 @@ class Matrix:
         """The id of an architecture in any accepted spelling: ``sm_90a``, ``9.0``, ``gfx942:sramecc+:xnack-``."""
         found = self._spellings.get(fold_arch(spelling))
         if found is None:
-            raise UnknownNameError(f"unknown architecture {spelling!r}; {nearest(spelling, self.architectures)}")
+            hint = nearest(spelling, self.architectures)
+            with suppress(UnknownNameError):
+                hint = f"it is a GPU of {self.gpu(spelling)}: --gpu {spelling}"
+            raise UnknownNameError(f"unknown architecture {spelling!r}; {hint}")
         return found
 
     def gpu(self, product: str) -> str:
@@ -243,9 +246,10 @@ class Matrix:
         for end in range(len(words), 0, -1):
             if (known := "".join(words[:end])) in products:
                 return products[known]
-        raise UnknownNameError(
-            f"unknown GPU {product!r}; {nearest(product, (p for a in self.architectures.values() for p in a.products))}"
-        )
+        hint = nearest(product, (p for a in self.architectures.values() for p in a.products))
+        if fold_arch(product) in self._spellings:
+            hint = f"it is an architecture: --arch {product}"
+        raise UnknownNameError(f"unknown GPU {product!r}; {hint}")
 
     # ---- joining ----------------------------------------------------------------------------------------------
 
