@@ -5,12 +5,23 @@ Nothing here reads a file or knows a fact; facts come from ``data/*.yaml``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 #: A head dimension above this is a typing error, not a model.
 MAX_HEAD_DIM = 4096
+
+
+def whole(value: Any) -> int | None:
+    """A whole number of any library (NumPy's, say) as an int; None for all else, truth values too."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 class _Dims(NamedTuple):
@@ -32,14 +43,17 @@ class MLADimensions(_Dims):
     __slots__ = ()
 
     def __new__(cls, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int) -> MLADimensions:
-        dims = super().__new__(cls, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
-        for name, value in zip(cls._fields, dims, strict=True):
-            if type(value) is not int:
+        given = (qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+        numbers = [whole(value) for value in given]
+        for name, value, number in zip(cls._fields, given, numbers, strict=True):
+            if number is None:
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
-            if not 0 <= value <= MAX_HEAD_DIM:
-                raise ValueError(f"{name} must be between 0 and {MAX_HEAD_DIM}, got {value}")
-        if dims.qk_head_dim == 0 or v_head_dim == 0:
-            raise ValueError(f"a head cannot be 0 wide: qk_nope + qk_rope = {dims.qk_head_dim}, v_head = {v_head_dim}")
+            if not 0 <= number <= MAX_HEAD_DIM:
+                raise ValueError(f"{name} must be between 0 and {MAX_HEAD_DIM}, got {number}")
+        dims = super().__new__(cls, *numbers)
+        if dims.qk_head_dim == 0 or dims.v_head_dim == 0:
+            widths = f"qk_nope + qk_rope = {dims.qk_head_dim}, v_head = {dims.v_head_dim}"
+            raise ValueError(f"a head cannot be 0 wide: {widths}")
         return dims
 
     @property
