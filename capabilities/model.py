@@ -24,6 +24,15 @@ def whole(value: Any) -> int | None:
         return None
 
 
+def _width(name: str, value: Any) -> int:
+    width = whole(value)
+    if width is None:
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if not 0 <= width <= MAX_HEAD_DIM:
+        raise ValueError(f"{name} must be between 0 and {MAX_HEAD_DIM}, got {width}")
+    return width
+
+
 class _Dims(NamedTuple):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -44,13 +53,7 @@ class MLADimensions(_Dims):
 
     def __new__(cls, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int) -> MLADimensions:
         given = (qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
-        numbers = [whole(value) for value in given]
-        for name, value, number in zip(cls._fields, given, numbers, strict=True):
-            if number is None:
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-            if not 0 <= number <= MAX_HEAD_DIM:
-                raise ValueError(f"{name} must be between 0 and {MAX_HEAD_DIM}, got {number}")
-        dims = super().__new__(cls, *numbers)
+        dims = super().__new__(cls, *map(_width, cls._fields, given))
         if dims.qk_head_dim == 0 or dims.v_head_dim == 0:
             widths = f"qk_nope + qk_rope = {dims.qk_head_dim}, v_head = {dims.v_head_dim}"
             raise ValueError(f"a head cannot be 0 wide: {widths}")

@@ -71,7 +71,8 @@ class BatchShape(_Shape):
             if number is None or number < 1:
                 raise RequestError(f"shape: {name} must be a positive whole number, got {value!r}")
             numbers.append(number)
-        return super().__new__(cls, *numbers, bool(graph))
+        sequences, length, heads = numbers
+        return super().__new__(cls, sequences, length, heads, bool(graph))
 
     @classmethod
     def of(cls, lengths: Sequence[int], heads: int, graph: bool = False) -> BatchShape:
