@@ -142,8 +142,10 @@ def check(sources: Sources, *, notices: bool = True) -> list[Finding]:
     return sorted(set(findings))
 
 
-def check_path(path: str | FilePath | None = None, extra: Sequence[str | FilePath] = ()) -> list[Finding]:
-    """`check` of a data folder, of one file in place of its shipped namesake, or of the shipped data (with its
+def check_path(
+    path: str | FilePath | Sequence[str] | None = None, extra: Sequence[str | FilePath] = ()
+) -> list[Finding]:
+    """`check` of a data folder, of files in place of their shipped namesakes, or of the shipped data (with its
     compiled form). Raises OSError where a path cannot be read."""
     sources = gather(path, extra)
     findings = check(sources)
@@ -237,9 +239,8 @@ def dims_blocks_are_declared(sheets: Sheets) -> Findings:
 
 def _beside_the_matrix(source: SourceFile, sheets: Sheets) -> bool:
     """False for a shipped file beside a matrix of somebody else's: what it says of blocks not there has no effect."""
-    ours, matrix = sheets.sources.files.values(), sheets.sources.files["matrix"]
-    folder, of_matrix = (file.label.rpartition("/")[0] for file in (source, matrix))
-    return folder == of_matrix or source not in ours
+    folder, of_matrix = (file.label.rpartition("/")[0] for file in (source, sheets.sources.files["matrix"]))
+    return folder != DATA_LABEL or of_matrix == DATA_LABEL
 
 
 def requirements_are_readable(sheets: Sheets) -> Findings:

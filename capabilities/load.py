@@ -94,12 +94,29 @@ def in_checkout() -> bool:
     return (DATA_DIR.parent.parent / "pyproject.toml").is_file()
 
 
-def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> Sources:
+def together(paths: Iterable[str]) -> list[list[str]]:
+    """Which of these are judged at once: each folder alone; files of different kinds beside each other, those of one
+    folder where a kind is there twice. Raises OSError: a path cannot be read.
+    """
+    from mla_prefill.capabilities.source import read_file
+
+    alone = [[path] for path in paths if Path(path).is_dir()]
+    files = [(kind_of(read_file(Path(path)), Path(path)), path) for path in paths if [path] not in alone]
+    if len({kind for kind, _ in files}) == len(files):
+        return [*alone, [path for _, path in files]] if files else alone
+    groups: dict[tuple[Path, int], list[str]] = {}
+    for i, (kind, path) in enumerate(files):
+        earlier = [kind for kind, other in files[:i] if Path(other).parent == Path(path).parent].count(kind)
+        groups.setdefault((Path(path).parent, earlier), []).append(path)
+    return alone + list(groups.values())
+
+
+def gather(path: str | Path | Sequence[str] | None = None, extra: Sequence[str | Path] = ()) -> Sources:
     """Reads (but does not parse) the files that make a matrix.
 
     Args:
-        path: None for the shipped data, a folder with all five files, or one file that stands in for its namesake
-            among the shipped data.
+        path: None for the shipped data, a folder with all five files, or one file (or several of different kinds) that
+            stands in for its namesake among the shipped data.
         extra: files of rows, orders or models to lay over it.
 
     Raises:
@@ -109,8 +126,7 @@ def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> 
 
     folder, label = DATA_DIR, DATA_LABEL
     replaced: dict[str, SourceFile] = {}
-    if path is not None:
-        chosen = Path(path)
+    for chosen in named(path):
         if chosen.is_dir():
             folder, label = chosen, str(chosen)
         else:
@@ -130,6 +146,11 @@ def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> 
         if not p.is_file()
     ]
     return Sources(files, overlays, evidence, measured, folder, no_files)
+
+
+def named(path: str | Path | Sequence[str] | None) -> list[Path]:
+    """The paths in what `gather` takes."""
+    return [] if path is None else [Path(path)] if isinstance(path, str | Path) else list(map(Path, path))
 
 
 def kind_of(source: SourceFile, path: Path) -> str:

@@ -20,6 +20,7 @@ from mla_prefill.capabilities import Matrix, MatrixError, MLADimensions, checks,
 from mla_prefill.capabilities.findings import CODES, Finding, nearest
 from mla_prefill.capabilities.report import FORMATS
 from mla_prefill.capabilities.source import SourceFile, parse
+from mla_prefill.cli import main
 from mla_prefill.selector.diff import diff
 from mla_prefill.selector.engine import decide
 
@@ -484,10 +485,20 @@ ORDER = """  - arch: [sm90]
 """
 
 
+#: Every kernel of sm90 but fa3.
+RANK = ["fa4", "fa2", "flashinfer_fa3", "flashinfer_fa2", "flashinfer_cudnn", "cudnn", "torch_efficient", "torch_math"]
+
+
 def overlay(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def shipped_data(kind: str) -> Any:
+    source = SourceFile(kind, (load.DATA_DIR / f"{kind}.yaml").read_bytes())
+    assert parse(source) == []
+    return source.data
 
 
 def orders(*dims: str) -> str:
@@ -530,6 +541,36 @@ def test_of_two_orders_laid_over_neither_wins(tmp_path: Path) -> None:
     (found,) = checks.check_path(None, extra)
     assert (found.code, found.path, found.line) == ("X344", str(extra[-1]), 3)
     assert found.message == f"theirs on sm90 has a second order; the first is at {extra[-2]}:3"
+
+
+def test_files_given_together_are_laid_beside_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new block with its order, as pre-commit gives them: of one folder where a kind is there twice."""
+    monkeypatch.chdir(tmp_path)
+    plain = [order for order in shipped_data("priorities")["orders"] if "dims" not in order]
+    for folder, block in (("a", "ours"), ("b", "theirs")):
+        own = {
+            **plain[0],
+            "arch": ["sm90"],
+            "dims": [block],
+            "order": ["fa3"],
+            "on_request": dict.fromkeys(RANK, "slow"),
+        }
+        (tmp_path / folder).mkdir()
+        overlay(tmp_path / folder, "matrix.yaml", NEW_BLOCK.replace("ours", block))
+        overlay(tmp_path / folder, "priorities.yaml", json.dumps({"schema_version": 1, "orders": [*plain, own]}))
+
+    def errors(*paths: str) -> set[str]:
+        main(["check", *paths, "--format", "json"])
+        return {f["code"] for f in json.loads(capsys.readouterr().out)["findings"] if f["severity"] == "error"}
+
+    a, b = (["a/matrix.yaml", "a/priorities.yaml"], ["b/matrix.yaml", "b/priorities.yaml"])
+    assert [errors(path) for path in a] == [set(), {"X305"}]
+    assert [errors(*paths) for paths in (a, a[::-1], a + b, [*b[::-1], *a], [a[0], b[1]])] == [set()] * 4 + [{"X305"}]
+    assert main(["check", "--fix", *a]) == 0
+    assert capsys.readouterr().err == "fixed a/matrix.yaml\nfixed a/priorities.yaml\n"
+    assert not any(Path(path).read_text(encoding="utf-8").startswith("#") for path in b)
 
 
 @pytest.mark.parametrize("kind", ["kernels", "architectures"])

@@ -181,7 +181,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_path,
         nargs="*",
         metavar="PATH",
-        help="a data folder, or a file in place of its shipped namesake (default: the shipped data)",
+        help="a data folder, or files in place of their shipped namesakes (default: the shipped data)",
     )
     command.add_argument(
         "--matrix",
