@@ -15,8 +15,17 @@ from typing import Any
 
 from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.findings import Finding, MatrixError, nearest
-from mla_prefill.capabilities.load import COMPILED, DATA_LABEL, KINDS, Sources, compiled_text, document, gather
-from mla_prefill.capabilities.matrix import Cell, Matrix, dims_of
+from mla_prefill.capabilities.load import (
+    COMPILED,
+    DATA_LABEL,
+    KINDS,
+    OVERLAYS,
+    Sources,
+    compiled_text,
+    document,
+    gather,
+)
+from mla_prefill.capabilities.matrix import Cell, Matrix, dims_of, fold_arch, fold_product
 from mla_prefill.capabilities.model import DTYPES, Block, MLADimensions
 from mla_prefill.capabilities.row_order import Misplaced, obstacles, place, ranks
 from mla_prefill.capabilities.schema import validate
@@ -111,9 +120,10 @@ def check(sources: Sources, *, notices: bool = True) -> list[Finding]:
 
     Without ``notices`` it is what a load needs: errors of the five files, nothing about records.
     """
-    findings: list[Finding] = []
-    for _, source in sources.all():
-        findings += parse(source)
+    findings = list(overlays_are_of_a_kind(sources))
+    if not findings:
+        for _, source in sources.all():
+            findings += parse(source)
     if not findings:
         for kind, source in sources.all():
             findings += validate(source, kind)
@@ -132,8 +142,10 @@ def check(sources: Sources, *, notices: bool = True) -> list[Finding]:
     return sorted(set(findings))
 
 
-def check_path(path: str | FilePath | None = None, extra: Sequence[str | FilePath] = ()) -> list[Finding]:
-    """`check` of a data folder, of one file in place of its shipped namesake, or of the shipped data (with its
+def check_path(
+    path: str | FilePath | Sequence[str] | None = None, extra: Sequence[str | FilePath] = ()
+) -> list[Finding]:
+    """`check` of a data folder, of files in place of their shipped namesakes, or of the shipped data (with its
     compiled form). Raises OSError where a path cannot be read."""
     sources = gather(path, extra)
     findings = check(sources)
@@ -153,6 +165,14 @@ def compiled_form_is_current(sources: Sources) -> list[Finding]:
     message = "the compiled form was not made from these sources" if current else "there is no compiled form"
     label = f"{DATA_LABEL}/{COMPILED.name}"
     return [Finding(label, 1, 1, "X380", message, "run: mla-prefill check --fix", fixable=True)]
+
+
+def overlays_are_of_a_kind(sources: Sources) -> Findings:
+    for kind, source in sources.overlays:
+        if kind not in OVERLAYS:
+            hint = f"put it in place of the shipped {kind}.yaml: --matrix FILE, or a whole data folder"
+            message = f"a file of {kind} cannot be laid over the matrix: rows, orders and models can"
+            yield source.finding((1, 1), "X315", message, hint)
 
 
 def require_clean(sources: Sources) -> None:
@@ -219,9 +239,8 @@ def dims_blocks_are_declared(sheets: Sheets) -> Findings:
 
 def _beside_the_matrix(source: SourceFile, sheets: Sheets) -> bool:
     """False for a shipped file beside a matrix of somebody else's: what it says of blocks not there has no effect."""
-    ours, matrix = sheets.sources.files.values(), sheets.sources.files["matrix"]
-    folder, of_matrix = (file.label.rpartition("/")[0] for file in (source, matrix))
-    return folder == of_matrix or source not in ours
+    folder, of_matrix = (file.label.rpartition("/")[0] for file in (source, sheets.sources.files["matrix"]))
+    return folder != DATA_LABEL or of_matrix == DATA_LABEL
 
 
 def requirements_are_readable(sheets: Sheets) -> Findings:
@@ -245,10 +264,11 @@ def requirements_are_readable(sheets: Sheets) -> Findings:
 
 
 def names_belong_to_one_architecture(sheets: Sheets) -> Findings:
-    for leaf in ("products", "spellings"):
-        owner: dict[str, str] = {}
+    """Compared as they are looked up: without case, blanks and brands, and spellings beside the ids themselves."""
+    for leaf, fold in (("products", fold_product), ("spellings", fold_arch)):
+        owner = {fold(name): name for name in sheets.names("architectures")} if leaf == "spellings" else {}
         for source, path, name in sheets.listed("architectures", leaf):
-            first = owner.setdefault(str(name).lower(), str(path[1]))
+            first = owner.setdefault(fold(str(name)), str(path[1]))
             if first != path[1]:
                 message = f"{name!r} already belongs to {first}"
                 yield source.finding(source.locate(path), "X313", message, "keep it with one architecture")
@@ -265,20 +285,20 @@ def limits_are_unique(sheets: Sheets) -> Findings:
 
 def blocks_have_distinct_dims(sheets: Sheets) -> Findings:
     named: dict[Any, tuple[str, SourceFile]] = {}
-    by_name: dict[Any, tuple[int, ...]] = {}
+    by_name: dict[Any, MLADimensions] = {}
     for source, path, block in sheets.items("matrix"):
-        dims = tuple(block["dims"].values())
-        first, file = named.setdefault(dims, (str(path[1]), source))
         mark = source.locate([*path, "dims"])
+        try:
+            dims = dims_of(block)
+        except ValueError as error:
+            yield source.finding(mark, "X312", str(error), "state the dims of a real model")
+            continue
+        first, file = named.setdefault(dims, (str(path[1]), source))
         if file is source and first != path[1]:
             yield source.finding(mark, "X312", f"{path[1]} has the dims of {first}", f"add the rows to {first}")
         if by_name.setdefault(path[1], dims) != dims:
             message = f"{path[1]} is {by_name[path[1]]} in another file, {dims} here"
             yield source.finding(mark, "X312", message, "give this block another name")
-        try:
-            dims_of(block)
-        except ValueError as error:
-            yield source.finding(mark, "X312", str(error), "state the dims of a real model")
 
 
 # ---- meaning ----------------------------------------------------------------------------------------------------
@@ -410,10 +430,14 @@ def every_block_has_a_backend(sheets: Sheets) -> Findings:
 
 
 def special_orders_differ(sheets: Sheets) -> Findings:
-    """An order for some dims says something else than the architecture's plain one."""
+    """An order for some dims says something else than what holds without it: as a rule the architecture's plain one."""
     plain = {a: raw for _, _, raw in sheets.items("priorities") if "dims" not in raw for a in raw["arch"]}
+    special: dict[tuple[str, str], Any] = {}
     for source, path, raw in sheets.items("priorities"):
-        if "dims" in raw and all(_choice(raw) == _choice(plain.get(arch, {})) for arch in raw["arch"]):
+        keys = [(arch, name) for arch in raw["arch"] for name in raw.get("dims", ())]
+        without = [special.get((arch, name), plain.get(arch, {})) for arch, name in keys]
+        special.update(dict.fromkeys(keys, raw))
+        if keys and all(_choice(raw) == _choice(other) for other in without):
             mark = source.locate([*path, "order"])
             yield source.finding(
                 mark, "X343", f"the order without dims of {', '.join(raw['arch'])} is the same", "remove it"
@@ -554,22 +578,25 @@ def orders_name_what_runs(sheets: Sheets) -> Findings:
 
 
 def architectures_have_one_order(sheets: Sheets) -> Findings:
-    """Exactly one that is for all dims."""
-    seen = set()
+    """Exactly one for all dims, and at most one for each dims; an overlay may have its own, and two may not differ."""
+    dims = {name: block.dims for name, block in sheets.matrix.blocks.items()}
+    first: dict[Any, tuple[SourceFile, Path]] = {}
     for source, path, raw in sheets.items("priorities"):
-        for i, arch in enumerate(raw["arch"] if "dims" not in raw else ()):
-            if arch in seen:
-                mark = source.locate([*path, "arch", i])
-                yield source.finding(mark, "X342", f"{arch} has a second order", "keep one order without dims")
-            seen.add(arch)
+        laid_over = source is not sheets.sources.files["priorities"]
+        for (i, arch), name in itertools.product(enumerate(raw["arch"]), raw.get("dims", (None,))):
+            file, other = first.setdefault((arch, dims.get(name, name), laid_over), (source, path))
+            if (file, other) != (source, path):
+                code, what = ("X344", f"{name} on {arch}") if name else ("X342", arch)
+                message = f"{what} has a second order; the first is at {file.at(*other)}"
+                yield source.finding(source.locate([*path, "arch", i]), code, message, "keep one of the two")
     for source, path, _ in sheets.items("architectures"):
-        if path[1] not in seen:
+        if not {(path[1], None, False), (path[1], None, True)} & first.keys():
             mark = source.locate(path, key=True)
             yield source.finding(mark, "X342", f"{path[1]} has no order", "add it to an order of priorities.yaml")
 
 
 def models_have_a_block(sheets: Sheets) -> Findings:
-    known = {tuple(block["dims"].values()) for _, _, block in sheets.items("matrix")}
+    known = {dims_of(block) for _, _, block in sheets.items("matrix")}
     for source, path, family in sheets.items("models"):
         dims = family.get("dims") if _beside_the_matrix(source, sheets) else None
         if dims is not None and family.get("is_mla", True) and tuple(dims) not in known:

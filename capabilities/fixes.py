@@ -15,12 +15,12 @@ from mla_prefill.capabilities.source import SourceFile
 MODELINE = "# yaml-language-server: $schema=../schema/{kind}.schema.json\n"
 
 
-def fix(path: Path | None, extra: Sequence[str | Path] = ()) -> Iterator[str]:
-    """Mends the data at ``path`` (None: the shipped data) or, where overlays are given, these; names what changed."""
+def fix(path: str | Path | Sequence[str] | None, extra: Sequence[str | Path] = ()) -> Iterator[str]:
+    """Mends the data at ``path`` (see `load.gather`) or, where overlays are given, these; names what changed."""
     sources = load.gather(path, extra)
     findings = [f for f in checks.check(sources) if f.fixable]
     misplaced = list(checks.misplaced_rows(checks.Sheets(sources))) if any(f.code == "X384" for f in findings) else []
-    for kind, source, target in _own(sources, path, extra):
+    for kind, source, target in _own(sources, load.named(path), extra):
         if not (own := [f for f in findings if f.path == source.label]):
             continue
         write(target, mended(source, kind, own, [rows for file, rows in misplaced if file is source]))
@@ -33,17 +33,17 @@ def fix(path: Path | None, extra: Sequence[str | Path] = ()) -> Iterator[str]:
 
 
 def _own(
-    sources: load.Sources, path: Path | None, extra: Sequence[str | Path]
+    sources: load.Sources, paths: Sequence[Path], extra: Sequence[str | Path]
 ) -> Iterator[tuple[str, SourceFile, Path]]:
     """(kind, file, where it is) of what the caller named: the sheets it is checked against are not its to change."""
     if extra:
         yield from ((kind, source, Path(p)) for (kind, source), p in zip(sources.overlays, extra, strict=True))
         return
     for kind, source in sources.files.items():
-        if path is None or path.is_dir():
+        if not any(path.is_file() for path in paths):
             yield kind, source, sources.folder / f"{kind}.yaml"
-        elif source.label == str(path):
-            yield kind, source, path
+        elif Path(source.label) in paths:
+            yield kind, source, Path(source.label)
 
 
 def mended(source: SourceFile, kind: str, findings: Sequence[Finding], misplaced: Iterable[Misplaced] = ()) -> bytes:

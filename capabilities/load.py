@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ KINDS = {
     "priorities": "orders",
     "models": "models",
 }
+#: What a file may be that is laid over a matrix. The other two hold facts, which one site does not have to itself.
+OVERLAYS = ("matrix", "priorities", "models")
 #: Where the document keeps the place of an item, under the key "@".
 _PLACED = (
     ("kernels", "*"),
@@ -42,7 +45,7 @@ _PLACED = (
 
 @dataclass
 class Sources:
-    """The files one matrix is made of: one of each kind, and overlays of matrix rows (or models)."""
+    """The files one matrix is made of: one of each kind, and overlays of rows, orders or models."""
 
     files: dict[str, SourceFile]
     overlays: list[tuple[str, SourceFile]] = field(default_factory=list)
@@ -91,13 +94,30 @@ def in_checkout() -> bool:
     return (DATA_DIR.parent.parent / "pyproject.toml").is_file()
 
 
-def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> Sources:
+def together(paths: Iterable[str]) -> list[list[str]]:
+    """Which of these are judged at once: each folder alone; files of different kinds beside each other, those of one
+    folder where a kind is there twice. Raises OSError: a path cannot be read.
+    """
+    from mla_prefill.capabilities.source import read_file
+
+    alone = [[path] for path in paths if Path(path).is_dir()]
+    files = [(kind_of(read_file(Path(path)), Path(path)), path) for path in paths if [path] not in alone]
+    if len({kind for kind, _ in files}) == len(files):
+        return [*alone, [path for _, path in files]] if files else alone
+    groups: dict[tuple[Path, int], list[str]] = {}
+    for i, (kind, path) in enumerate(files):
+        earlier = [kind for kind, other in files[:i] if Path(other).parent == Path(path).parent].count(kind)
+        groups.setdefault((Path(path).parent, earlier), []).append(path)
+    return alone + list(groups.values())
+
+
+def gather(path: str | Path | Sequence[str] | None = None, extra: Sequence[str | Path] = ()) -> Sources:
     """Reads (but does not parse) the files that make a matrix.
 
     Args:
-        path: None for the shipped data, a folder with all five files, or one file that stands in for its namesake
-            among the shipped data.
-        extra: files of matrix rows (or models) to lay over it.
+        path: None for the shipped data, a folder with all five files, or one file (or several of different kinds) that
+            stands in for its namesake among the shipped data.
+        extra: files of rows, orders or models to lay over it.
 
     Raises:
         OSError: a path cannot be read.
@@ -106,14 +126,15 @@ def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> 
 
     folder, label = DATA_DIR, DATA_LABEL
     replaced: dict[str, SourceFile] = {}
-    if path is not None:
-        chosen = Path(path)
+    for chosen in named(path):
         if chosen.is_dir():
             folder, label = chosen, str(chosen)
         else:
             source = read_file(chosen)
             replaced[kind_of(source, chosen)] = source
     files = {kind: replaced.get(kind) or read_file(folder / f"{kind}.yaml", f"{label}/{kind}.yaml") for kind in KINDS}
+    if folders := [str(p) for p in extra if Path(p).is_dir()]:
+        raise IsADirectoryError(errno.EISDIR, "a folder; only files are laid over, --matrix takes a folder", folders[0])
     overlays = [(kind_of(source, Path(p)), source) for p in extra for source in [read_file(Path(p))]]
     evidence, measured = (
         [read_file(p, f"{label}/{kind}/{p.name}") for p in _records(folder, kind)] for kind in ("evidence", "measured")
@@ -125,6 +146,11 @@ def gather(path: str | Path | None = None, extra: Sequence[str | Path] = ()) -> 
         if not p.is_file()
     ]
     return Sources(files, overlays, evidence, measured, folder, no_files)
+
+
+def named(path: str | Path | Sequence[str] | None) -> list[Path]:
+    """The paths in what `gather` takes."""
+    return [] if path is None else [Path(path)] if isinstance(path, str | Path) else list(map(Path, path))
 
 
 def kind_of(source: SourceFile, path: Path) -> str:
@@ -151,6 +177,8 @@ def document(sources: Sources) -> dict[str, Any]:
                 known = merged[key].setdefault(name, block)
                 if known is not block:
                     known["allow"] = known["allow"] + block["allow"]
+        elif kind == "priorities":
+            merged[key] = merged[key] + content  # of two for the same arch and dims the later one counts
         else:
             merged[key] = {**merged[key], **content}
         if kind == "matrix":
@@ -188,7 +216,7 @@ def load_matrix(path: str | Path | None = None, extra: Sequence[str | Path] = ()
 
     Args:
         path: None for the shipped data, a data folder, or one file in place of its shipped namesake.
-        extra: overlays: files of matrix rows (or models) with the same checks; a candidate says which file it is from.
+        extra: overlays: files of rows, orders or models with the same checks; an answer says which file it is from.
 
     Raises:
         MatrixError: with every finding of every file.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 #: A kernel that is given a padded V writes rows as wide as qk, so never into the caller's buffer.
 _LOST_BY_PADDING = frozenset({"out"})
 #: What drivers write before a product's name, and people leave out.
-BRANDS = ("nvidia", "amd", "instinct", "geforce")
+BRANDS = ("nvidia", "amd", "instinct", "geforce", "tesla")
 
 
 class UnknownNameError(ValueError):
@@ -133,8 +133,12 @@ class Matrix:
         self._blocks_by_dims: dict[MLADimensions, list[Block]] = {}
         for block in self.blocks.values():
             self._blocks_by_dims.setdefault(block.dims, []).append(block)
-        self._orders: dict[tuple[str, str | None], Order] = {
-            (arch, name): order for order in self.orders for arch in order.arch for name in order.dims or (None,)
+        self._orders: dict[tuple[str, MLADimensions | None], Order] = {
+            (arch, self.blocks[name].dims if name else None): order
+            for order in self.orders
+            for name in order.dims or (None,)
+            if name is None or name in self.blocks  # the shipped orders may stand beside a matrix of one's own
+            for arch in order.arch
         }
         self._spellings = _spellings(self.architectures)
         self._cells: dict[tuple[str, MLADimensions], tuple[Cell, ...]] = {}
@@ -188,10 +192,7 @@ class Matrix:
         return next(iter(self._blocks_by_dims.get(dims, ())), None)
 
     def order_for(self, arch: str, dims: MLADimensions) -> Order | None:
-        for block in self._blocks_by_dims.get(dims, ()):
-            if order := self._orders.get((arch, block.name)):
-                return order
-        return self._orders.get((arch, None))
+        return self._orders.get((arch, dims)) or self._orders.get((arch, None))
 
     def keys(self) -> Iterator[tuple[str, int | None, MLADimensions]]:
         """Every key of the declared axes."""
@@ -237,14 +238,17 @@ class Matrix:
 
     def arch(self, spelling: str) -> str:
         """The id of an architecture in any accepted spelling: ``sm_90a``, ``9.0``, ``gfx942:sramecc+:xnack-``."""
-        found = self._spellings.get(_fold(spelling.split(":", 1)[0]))
+        found = self._spellings.get(fold_arch(spelling))
         if found is None:
-            raise UnknownNameError(f"unknown architecture {spelling!r}; {nearest(spelling, self.architectures)}")
+            hint = nearest(spelling, self.architectures)
+            with suppress(UnknownNameError):
+                hint = f"it is a GPU of {self.gpu(spelling)}: --gpu {spelling}"
+            raise UnknownNameError(f"unknown architecture {spelling!r}; {hint}")
         return found
 
     def gpu(self, product: str) -> str:
         """The architecture of a product: ``H200``, ``NVIDIA L40S``."""
-        products = {_fold(p): a.id for a in self.architectures.values() for p in a.products}
+        products = {fold_product(p): a.id for a in self.architectures.values() for p in a.products}
         folded = fold_product(product)
         if folded in products:
             return products[folded]
@@ -253,9 +257,10 @@ class Matrix:
         for end in range(len(words), 0, -1):
             if (known := "".join(words[:end])) in products:
                 return products[known]
-        raise UnknownNameError(
-            f"unknown GPU {product!r}; {nearest(product, (p for a in self.architectures.values() for p in a.products))}"
-        )
+        hint = nearest(product, (p for a in self.architectures.values() for p in a.products))
+        if fold_arch(product) in self._spellings:
+            hint = f"it is an architecture: --arch {product}"
+        raise UnknownNameError(f"unknown GPU {product!r}; {hint}")
 
     # ---- joining ----------------------------------------------------------------------------------------------
 
@@ -374,6 +379,11 @@ def _fold(name: str) -> str:
     return "".join(ch for ch in name.lower() if ch.isalnum() or ch == ".")
 
 
+def fold_arch(spelling: str) -> str:
+    """An architecture's name as it is looked up: without AMD's feature suffixes."""
+    return _fold(spelling.split(":", 1)[0])
+
+
 def fold_product(name: str) -> str:
     """A GPU's name without its brand and spaces: drivers say ``NVIDIA H200``, people say ``H200``."""
     folded = _fold(name)
@@ -383,11 +393,7 @@ def fold_product(name: str) -> str:
 
 
 def _spellings(architectures: Mapping[str, Architecture]) -> dict[str, str]:
-    table = {_fold(a.id): a.id for a in architectures.values()}
-    for architecture in architectures.values():
-        for spelling in architecture.spellings:
-            table.setdefault(_fold(spelling), architecture.id)
-    return table
+    return {fold_arch(name): a.id for a in architectures.values() for name in (*a.spellings, a.id)}
 
 
 # ---- plain data -> values -------------------------------------------------------------------------------------------

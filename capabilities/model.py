@@ -5,6 +5,7 @@ Nothing here reads a file or knows a fact; facts come from ``data/*.yaml``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +14,25 @@ from mla_prefill.capabilities import versions
 
 #: A head dimension above this is a typing error, not a model.
 MAX_HEAD_DIM = 4096
+
+
+def whole(value: Any) -> int | None:
+    """A whole number of any library (NumPy's, say) as an int; None for all else, truth values too."""
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _width(name: str, value: Any) -> int:
+    width = whole(value)
+    if width is None:
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if not 0 <= width <= MAX_HEAD_DIM:
+        raise ValueError(f"{name} must be between 0 and {MAX_HEAD_DIM}, got {width}")
+    return width
 
 
 class _Dims(NamedTuple):
@@ -34,14 +54,11 @@ class MLADimensions(_Dims):
     __slots__ = ()
 
     def __new__(cls, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int) -> MLADimensions:
-        dims = super().__new__(cls, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
-        for name, value in zip(cls._fields, dims, strict=True):
-            if type(value) is not int:
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-            if not 0 <= value <= MAX_HEAD_DIM:
-                raise ValueError(f"{name} must be between 0 and {MAX_HEAD_DIM}, got {value}")
-        if dims.qk_head_dim == 0 or v_head_dim == 0:
-            raise ValueError(f"a head cannot be 0 wide: qk_nope + qk_rope = {dims.qk_head_dim}, v_head = {v_head_dim}")
+        given = (qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+        dims = super().__new__(cls, *map(_width, cls._fields, given))
+        if dims.qk_head_dim == 0 or dims.v_head_dim == 0:
+            widths = f"qk_nope + qk_rope = {dims.qk_head_dim}, v_head = {dims.v_head_dim}"
+            raise ValueError(f"a head cannot be 0 wide: {widths}")
         return dims
 
     @property
@@ -50,15 +67,6 @@ class MLADimensions(_Dims):
 
     def __str__(self) -> str:
         return f"({self.qk_nope_head_dim}, {self.qk_rope_head_dim}, {self.v_head_dim})"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a fact was read: kind (code, issue, docs, config, measurement) and a reference to look up."""
-
-    kind: str
-    ref: str
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

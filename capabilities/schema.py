@@ -79,7 +79,11 @@ def _findings(source: SourceFile, error: Any) -> Iterator[Finding]:
         )
     else:
         message = f"{where}: {_short(error.message)}"
-        yield source.finding(mark, "S200", message, error.schema.get("description", "") if kind != "not" else "")
+        about = "" if kind == "not" else error.schema.get("description", "")
+        if kind in ("minimum", "maximum"):
+            low, high = (error.schema.get(bound) for bound in ("minimum", "maximum"))
+            about = f"write a whole number of at least {low}" + (f" and at most {high}" if high is not None else "")
+        yield source.finding(mark, "S200", message, about)
 
 
 def _meant_branch(error: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mla_prefill.capabilities.findings import MAX_BYTES, Finding, MatrixError, read_bytes
+from mla_prefill.capabilities.findings import MAX_BYTES, Finding, read_bytes
 
 MAX_DEPTH = 32
 #: Characters of a finding's message: what it quotes may be megabytes long.
@@ -37,6 +37,7 @@ _AMBIGUOUS = re.compile(
 )
 #: What YAML 1.1 takes for the end of a line, PyYAML's marks too: more than "\n".
 _LINE_END = re.compile("(?<=[\n\x85\u2028\u2029])|(?<=\r)(?!\n)")
+_CONFLICT = re.compile(r"(<{7}|\|{7}|>{7})(?= |\Z)|={7}\Z")
 _CONSTANTS: dict[str, Any] = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 Mark = tuple[int, int]
@@ -131,15 +132,9 @@ def parse(source: SourceFile) -> list[Finding]:
     except _GiveUpError:
         pass
     except yaml.YAMLError as error:
-        reader.report(_error_mark(error, text), "Y101", _error_text(error))
+        mark = _error_mark(error, text)
+        reader.report(*(_slip(source.lines, mark[0]) or (mark, "Y101", _error_text(error))))
     return reader.findings
-
-
-def parse_or_raise(source: SourceFile) -> SourceFile:
-    """`parse`, raising MatrixError with all findings."""
-    if findings := parse(source):
-        raise MatrixError(findings)
-    return source
 
 
 class _GiveUpError(Exception):
@@ -202,7 +197,7 @@ class _Reader:
             elif _INTEGER.match(value):
                 value = int(value)
             elif _AMBIGUOUS.match(value):
-                hint = f'quote this value: "{value}"'
+                hint = f'quote it if it is text: "{value}"; else write {_plainly(value)}'
                 self.report(mark, "Y104", f"{value} reads differently in YAML 1.1 and 1.2", hint)
         self._add(value, mark)
 
@@ -252,6 +247,25 @@ class _Reader:
     @staticmethod
     def _last_key(container: Map, key: str | None) -> str:
         return key if key is not None else next(reversed(container), "")
+
+
+def _plainly(value: str) -> str:
+    """What is written instead of an ambiguous value that is no text."""
+    word = value.lower()
+    if word in ("y", "yes", "on", "true"):
+        return "true"
+    return "false" if word in ("n", "no", "off", "false") else "null" if word == "null" else "a plain whole number"
+
+
+def _slip(lines: Sequence[str], number: int) -> tuple[Mark, str, str, str] | None:
+    """The commonest slips, of which YAML's own message says something else, perhaps lines later."""
+    for line, text in enumerate(lines[:number], 1):
+        if _CONFLICT.match(text.rstrip()):
+            return (line, 1), "Y101", "a merge conflict marker", "keep one of the two sides, without the markers"
+    indent = re.match(r"\s*", lines[number - 1] if number <= len(lines) else "")
+    if indent and (column := indent[0].find("\t") + 1):
+        return (number, column), "Y101", "a tab before the text", "indent with spaces"
+    return None
 
 
 def _error_mark(error: yaml.YAMLError, text: str) -> Mark:

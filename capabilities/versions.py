@@ -77,11 +77,6 @@ def covers(outer: str, inner: str) -> bool:
     return SpecifierSet(inner).to_range().difference(SpecifierSet(outer).to_range()).is_empty
 
 
-def overlap(one: str, other: str) -> bool:
-    """Whether some version is in both ranges."""
-    return not SpecifierSet(one).to_range().intersection(SpecifierSet(other).to_range()).is_empty
-
-
 @lru_cache(maxsize=4096)
 def floor(specifier: str) -> str | None:
     """The lowest version that a range names and holds: what an install hint proposes."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from mla_prefill.capabilities.findings import nearest
@@ -27,6 +29,10 @@ VARIABLES = {
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 #: What the plugin inside a vLLM engine can be told to do.
 VLLM_MODES = ("advise", "veto", "supply")
+
+
+#: How tools write architectures. What is written otherwise may be the name of a GPU.
+_SPELLING = re.compile(r"(?i)(sm|compute)[-_ ]?\d+[a-z]?|\d+\.\d+|gfx[0-9a-f]+(:.*)?|cpu")
 
 
 class EnvironmentVariableError(ValueError):
@@ -105,13 +111,17 @@ class Environment(_Fields):
     """One machine, real or described. Immutable and hashable.
 
     Args:
-        arch: the architecture id, in any accepted spelling (``sm90``, ``9.0``, ``gfx942``, ``cpu``).
-        installed: distribution -> version of the kernel packages; None: packages are no constraint, and the answer
-            lists what it requires.
+        arch: the architecture id, in any accepted spelling (``sm90``, ``9.0``, ``gfx942``, ``cpu``). One that no
+            matrix knows is newer hardware, on which nothing runs yet; the name of a GPU is not (see `Matrix.gpu`).
+        installed: distribution -> version of the kernel packages, by the names that pip has for them; None: packages
+            are no constraint, and the answer lists what it requires. Packages without a kernel make no difference.
         import_errors: distribution -> text of the error that importing it raised.
         overrides: what environment variables ask for (`detect` reads them; a described machine has none).
         device: the product's name, for people.
         detected_by: how the architecture was found.
+
+    Raises:
+        ValueError: a value that cannot be meant. One line, with a valid one.
     """
 
     __slots__ = ()
@@ -127,7 +137,7 @@ class Environment(_Fields):
     ) -> Environment:
         return super().__new__(
             cls,
-            str(arch),
+            _arch(arch),
             None if installed is None else _pairs(installed),
             _pairs(import_errors or {}),
             overrides,
@@ -187,6 +197,18 @@ class Environment(_Fields):
         if arch is None:
             arch, device, how = detection.architecture()
         return cls(arch, detection.installed(distributions), None, overrides, device, how)
+
+
+def _arch(given: Any) -> str:
+    if not isinstance(given, str) or given.isdecimal() or not given:
+        raise ValueError(f"arch must be an architecture such as 'sm90', '9.0' or 'gfx942', got {given!r}")
+    if not _SPELLING.fullmatch(given):
+        from mla_prefill.capabilities import UnknownNameError, load_matrix
+
+        with suppress(UnknownNameError):
+            arch = load_matrix().gpu(given)
+            raise ValueError(f"arch must be an architecture, and {given!r} is a GPU: give {arch!r}")
+    return str(given)
 
 
 def _pairs(mapping: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

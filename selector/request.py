@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities.findings import nearest
-from mla_prefill.capabilities.model import DTYPES, MLADimensions
+from mla_prefill.capabilities.model import DTYPES, MLADimensions, whole
 from mla_prefill.capabilities.profiles import Shape
 
 if TYPE_CHECKING:
@@ -65,24 +65,28 @@ class BatchShape(_Shape):
     __slots__ = ()
 
     def __new__(cls, sequences: int, length: int, heads: int, graph: bool = False) -> BatchShape:
+        numbers = []
         for name, value in (("sequences", sequences), ("length", length), ("heads", heads)):
-            if type(value) is not int or value < 1:
+            number = whole(value)
+            if number is None or number < 1:
                 raise RequestError(f"shape: {name} must be a positive whole number, got {value!r}")
+            numbers.append(number)
+        sequences, length, heads = numbers
         return super().__new__(cls, sequences, length, heads, bool(graph))
 
     @classmethod
     def of(cls, lengths: Sequence[int], heads: int, graph: bool = False) -> BatchShape:
         """The shape of a batch with these lengths of new tokens. Raises RequestError for what is no such list."""
         try:
-            whole = [operator.index(length) for length in lengths]
+            tokens = [operator.index(length) for length in lengths]
         except TypeError:
-            whole = [-1]
-        if not whole:
+            tokens = [-1]
+        if not tokens:
             raise RequestError("shape: a batch has at least one sequence")
-        if not all(0 <= length < LONGEST for length in whole):
+        if not all(0 <= length < LONGEST for length in tokens):
             given = f"{lengths!r}"[:80]
             raise RequestError(f"shape: lengths must be whole numbers of tokens such as [512, 128], got {given}")
-        return cls(*Shape.of(whole, heads), graph)
+        return cls(*Shape.of(tokens, heads), graph)
 
 
 class _Fields(NamedTuple):
@@ -134,7 +138,7 @@ class Request(_Fields):
             raise RequestError(f"phase {phase!r}: this matrix answers prefill only; decode kernels have other limits")
         if policy not in POLICIES:
             raise RequestError(f"unknown policy {policy!r}; {nearest(policy, POLICIES)}")
-        if fa_version is not None and type(fa_version) is not int:
+        if fa_version is not None and whole(fa_version) is None:
             raise RequestError(f"fa_version must be a whole number such as 3, got {fa_version!r}")
         if shape is not None and not isinstance(shape, BatchShape):
             raise RequestError(f"shape must be a BatchShape such as BatchShape(8, 512, heads=16), got {shape!r}")
@@ -143,7 +147,7 @@ class Request(_Fields):
             cls,
             _dims(dims),
             dtype_name(dtype),
-            fa_version,
+            whole(fa_version),
             None if backend is None else str(backend),
             needs,
             policy,
@@ -259,10 +263,11 @@ def _dims_of_layer(model: ModelDims, layer: int | None) -> MLADimensions:
             shown = " and ".join(f"{dims} on {_layers(layers)}" for dims, layers in geometries)
             raise RequestError(f"the layers of this model have {shown}: say which layer")
         return model.dims
-    if type(layer) is not int or layer < 0:
+    number = whole(layer)
+    if number is None or number < 0:
         raise RequestError(f"layer must be a whole number from 0, got {layer!r}")
     for dims, layers in geometries:
-        if layers is not None and layer in layers:
+        if layers is not None and number in layers:
             return dims
     open_to_all = [dims for dims, layers in geometries if layers is None]
     if not open_to_all:

@@ -287,11 +287,11 @@ def test_no_is_exit_1(capsys: pytest.CaptureFixture[str], data_folder: Path, arg
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_and_exit_2(
-    capsys: pytest.CaptureFixture[str], data_folder: Path, arguments: list[str], says: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
 ) -> None:
-    # an installed matrix is not to be written: that would be said first
-    where = [] if {"--matrix", "--output"} & set(arguments) else ["--matrix", str(data_folder)]
-    code, out, err = call(capsys, "add", *arguments, *where)
+    """And said before anything about where the block would go."""
+    monkeypatch.setattr(load, "in_checkout", lambda: False)
+    code, out, err = call(capsys, "add", *arguments)
     assert (code, out) == (2, "")
     assert says in err
     assert len(err.strip().splitlines()) == 1
@@ -303,7 +303,8 @@ def test_an_installed_package_is_not_changed(
     monkeypatch.setattr(load, "in_checkout", lambda: False)
     code, out, err = call(capsys, "add", config)
     assert (code, out) == (2, "")
-    assert "give --output FILE" in err
+    for way_out in ("--output FILE", "--matrix capabilities/data", "--dry-run"):
+        assert way_out in err
 
 
 def test_a_matrix_in_flow_style_is_left_alone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,7 +19,8 @@ from mla_prefill.backends.records import lined
 from mla_prefill.capabilities import Matrix, MatrixError, MLADimensions, checks, fixes, load, load_matrix
 from mla_prefill.capabilities.findings import CODES, Finding, nearest
 from mla_prefill.capabilities.report import FORMATS
-from mla_prefill.capabilities.source import SourceFile, parse_or_raise
+from mla_prefill.capabilities.source import SourceFile, parse
+from mla_prefill.cli import main
 from mla_prefill.selector.diff import diff
 from mla_prefill.selector.engine import decide
 
@@ -45,8 +47,14 @@ CASES = [
     ("X311", "matrix.yaml", "backends: [TRTLLM_RAGGED]", "fa_version: 4, backends: [TRTLLM_RAGGED]", "never applies"),
     ("X311", "matrix.yaml", FA2_ROW, FA2_ROW.replace("}", ", kernels: [fa3]}"), "no kernel of FLASH_ATTN is left"),
     ("X312", "matrix.yaml", "qk_nope: 64, qk_rope: 64, v_head: 128", "qk_nope: 128, qk_rope: 64, v_head: 128", "deepseek_v3"),
+    ("X312", "matrix.yaml", "{qk_nope: 64, qk_rope: 64, v_head: 128}", "{v_head: 128, qk_rope: 64, qk_nope: 128}", "deepseek_v3"),
     ("X312", "matrix.yaml", "qk_nope: 64, qk_rope: 64", "qk_nope: 0, qk_rope: 0", "a head cannot be 0 wide"),
     ("X313", "architectures.yaml", "products: [H100", "products: [B200, H100", "already belongs to"),
+    ("X313", "architectures.yaml", "products: [B200, GB200]", "products: [B200, GB200, H 200]", "'H 200' already belongs to sm90"),
+    ("X313", "architectures.yaml", "products: [B200, GB200]", "products: [B200, GB200, NVIDIA H200]", "'NVIDIA H200' already belongs to sm90"),
+    ("X313", "architectures.yaml", "spellings: [sm_89", "spellings: [sm90, sm_89", "'sm90' already belongs to sm90"),
+    ("X313", "architectures.yaml", "spellings: [sm_89", "spellings: [SM-90A, sm_89", "'sm_90a' already belongs to sm89"),
+    ("X313", "architectures.yaml", "spellings: [sm_89", "spellings: [gfx942:xnack+, sm_89", "'gfx942:xnack+' already belongs to gfx942"),
     ("X314", "kernels.yaml", "- arch: [sm90]\n", "- arch: [sm90, sm80]\n", "already has limits for sm80"),
     ("X320", "matrix.yaml", FA2_ROW, FA2_ROW.replace("fa_version: 2", "fa_version: [2, 3, 4]").replace("sm80, ", "sm100, sm80, "), "FLASH_ATTN/fa3 cannot run"),
     ("X322", "matrix.yaml", "kernels: [trtllm_ragged]\n    dims: [glm_5_3_flash]", "kernels: [trtllm_ragged]\n    dims: [glm_5_3_flash, minicpm3]", "nothing is excused for minicpm3"),
@@ -64,6 +72,7 @@ CASES = [
     ("X341", "priorities.yaml", "order: [fa4, fa3, fa2, flashinfer_fa3, flashinfer_fa2", "order: [torch_math, fa4, fa3, fa2, flashinfer_fa3, flashinfer_fa2", "two places"),
     ("X342", "priorities.yaml", "- arch: [sm90]", "- arch: [sm90, sm110]", "sm110 has a second order"),
     ("X343", "priorities.yaml", "order: [trtllm_ragged, fa4, flashinfer_cutlass", "order: [fa4, trtllm_ragged, flashinfer_cutlass", "is the same"),
+    ("X344", "priorities.yaml", "  - arch: [sm110]\n    order", "  - {arch: [sm103], dims: [glm_4_7_flash], order: [trtllm_ragged], sources: [{kind: docs, ref: here}]}\n  - arch: [sm110]\n    order", "glm_4_7_flash on sm103 has a second order; the first is at"),
     ("X350", "models.yaml", "dims: [64, 64, 128]", "dims: [64, 64, 136]", "no block of the matrix has"),
     ("X351", "matrix.yaml", "  - arch: [sm70]\n    kernels: [torch_efficient, torch_math]", "  - arch: [sm70]\n    kernels: [torch_math]", "deepseek_v3 has no backend on sm70"),
     ("X382", "matrix.yaml", "[sm80, sm86, sm87, sm89], fa_version: 2", "[sm86, sm80, sm87, sm89], fa_version: 2", "write [sm80, sm86, sm87, sm89]"),
@@ -97,7 +106,7 @@ def test_each_rule_fails_when_it_should(edited: Edit, code: str, name: str, old:
 
 def test_every_check_code_has_a_failing_example() -> None:
     """C68: no rule without an example; the reading and schema codes have theirs in test_reading.py."""
-    tested = {case[0] for case in CASES} | {case[0] for case in RECORD_CASES} | {"X321", "X380", "X383"}
+    tested = {case[0] for case in CASES} | {case[0] for case in RECORD_CASES} | {"X315", "X321", "X380", "X383"}
     assert tested == {code for code in CODES if code.startswith("X")}
 
 
@@ -368,7 +377,7 @@ def mended(path: Path, text: str) -> str:
 def shipped() -> load.Sources:
     sources = load.gather()
     for _, source in sources.all():
-        parse_or_raise(source)
+        assert parse(source) == []
     return sources
 
 
@@ -379,7 +388,8 @@ def test_fix_puts_rows_in_order_with_their_comments_and_moves_nothing_else(
 ) -> None:
     """But for a comment above the first row, which may be about the whole list: then all stays as it is."""
     text, wanted = ((mark + site(order)).replace("\n", newline).encode() for order in (rows, ROWS))
-    source = parse_or_raise(SourceFile("site.yaml", text))
+    source = SourceFile("site.yaml", text)
+    assert parse(source) == []
     sheets = checks.Sheets(replace(shipped, overlays=[("matrix", source)]))
     found = list(checks.rows_are_in_order(sheets))
     assert [f.code for f in found] == ["X384"] * (rows != ROWS)
@@ -405,7 +415,8 @@ def test_fix_puts_rows_in_order_with_their_comments_and_moves_nothing_else(
     ],
 )
 def test_rows_whose_lines_cannot_be_told_apart_are_left_alone(shipped: load.Sources, rows: list[str]) -> None:
-    source = parse_or_raise(SourceFile("site.yaml", site(rows).encode()))
+    source = SourceFile("site.yaml", site(rows).encode())
+    assert parse(source) == []
     sheets = checks.Sheets(replace(shipped, overlays=[("matrix", source)]))
     (found,) = checks.rows_are_in_order(sheets)
     assert not found.fixable
@@ -455,6 +466,131 @@ def test_fix_mends_the_order_of_rows_and_of_architectures_at_once(tmp_path: Path
     assert mended(path, text) == site(ROWS)
     unended = text.rstrip("\n").replace("fa_version: 3, backends", "fa_version: 3,\r\n         backends")
     assert mended(path, unended).count("\n") == unended.count("\n")
+
+
+# ---- overlays -------------------------------------------------------------------------------------------------------
+
+NEW_BLOCK = """schema_version: 1
+matrix:
+  ours:
+    dims: {v_head: 96, qk_rope: 32, qk_nope: 96}
+    sources: [{kind: measurement, ref: our own run}]
+    allow: [{arch: [sm90], fa_version: [2, 3, 4], backends: [FLASH_ATTN]}]
+"""
+ORDER = """  - arch: [sm90]
+    dims: [DIMS]
+    order: [fa3, fa4, fa2, flashinfer_fa3, flashinfer_fa2, flashinfer_cudnn, cudnn, torch_efficient]
+    on_request: {torch_math: slow}
+    sources: [{kind: measurement, ref: our own run}]
+"""
+
+
+#: Every kernel of sm90 but fa3.
+RANK = ["fa4", "fa2", "flashinfer_fa3", "flashinfer_fa2", "flashinfer_cudnn", "cudnn", "torch_efficient", "torch_math"]
+
+
+def overlay(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def shipped_data(kind: str) -> Any:
+    source = SourceFile(kind, (load.DATA_DIR / f"{kind}.yaml").read_bytes())
+    assert parse(source) == []
+    return source.data
+
+
+def orders(*dims: str) -> str:
+    return "schema_version: 1\norders:\n" + "".join(ORDER.replace("DIMS", name) for name in dims)
+
+
+def first_choice(extra: list[Path], dims: tuple[int, int, int]) -> str:
+    decision = decide(Request(dims), Environment("sm90"), load_matrix(extra=extra))
+    assert decision.chosen is not None
+    return decision.chosen.kernel
+
+
+@pytest.mark.parametrize("turned", [1, -1])
+def test_an_overlay_orders_its_own_dims_and_ours(tmp_path: Path, turned: int) -> None:
+    ours, site = overlay(tmp_path, "ours.yaml", NEW_BLOCK), overlay(tmp_path, "site.yaml", orders("ours", "minicpm3"))
+    extra = [ours, site][::turned]
+    assert checks.check_path(None, extra) == []
+    assert [first_choice([ours], (96, 32, 96)), first_choice(extra, (96, 32, 96))] == ["fa4", "fa3"]
+    assert [first_choice(extra, dims) for dims in ((64, 32, 64), (64, 64, 128))] == ["fa3", "fa4"]
+
+
+def test_an_order_laid_over_comes_before_the_shipped_one_for_the_same_dims(tmp_path: Path) -> None:
+    """Also where the shipped one is for these dims, and the overlay puts back the architecture's plain one."""
+    plain = load_matrix().order_for("sm100", MLADimensions(64, 64, 128))
+    assert plain is not None
+    entry = {"arch": ["sm100"], "dims": ["glm_4_7_flash"], "order": plain.order, "on_request": plain.on_request}
+    entry["sources"] = [{"kind": "measurement", "ref": "our own run"}]
+    site = overlay(tmp_path, "site.yaml", f"schema_version: 1\norders:\n  - {json.dumps(entry)}\n")
+    assert checks.check_path(None, [site]) == []
+    asked = Request((192, 64, 256)), Environment("sm100")
+    chosen = [decide(*asked, load_matrix(extra=extra)).chosen for extra in ([], [site])]
+    assert [one and one.kernel for one in chosen] == ["trtllm_ragged", "fa4"]
+
+
+def test_of_two_orders_laid_over_neither_wins(tmp_path: Path) -> None:
+    """Nor does the name of a block: they are for the same dims."""
+    twin = NEW_BLOCK.replace("ours", "theirs").replace("[2, 3, 4]", "2").replace("sm90", "sm80")
+    extra = [overlay(tmp_path, f"{name}.yaml", text) for name, text in (("one", NEW_BLOCK), ("two", twin))]
+    extra += [overlay(tmp_path, f"{name}-order.yaml", orders(name)) for name in ("ours", "theirs")]
+    (found,) = checks.check_path(None, extra)
+    assert (found.code, found.path, found.line) == ("X344", str(extra[-1]), 3)
+    assert found.message == f"theirs on sm90 has a second order; the first is at {extra[-2]}:3"
+
+
+def test_files_given_together_are_laid_beside_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new block with its order, as pre-commit gives them: of one folder where a kind is there twice."""
+    monkeypatch.chdir(tmp_path)
+    plain = [order for order in shipped_data("priorities")["orders"] if "dims" not in order]
+    for folder, block in (("a", "ours"), ("b", "theirs")):
+        own = {
+            **plain[0],
+            "arch": ["sm90"],
+            "dims": [block],
+            "order": ["fa3"],
+            "on_request": dict.fromkeys(RANK, "slow"),
+        }
+        (tmp_path / folder).mkdir()
+        overlay(tmp_path / folder, "matrix.yaml", NEW_BLOCK.replace("ours", block))
+        overlay(tmp_path / folder, "priorities.yaml", json.dumps({"schema_version": 1, "orders": [*plain, own]}))
+
+    def errors(*paths: str) -> set[str]:
+        main(["check", *paths, "--format", "json"])
+        return {f["code"] for f in json.loads(capsys.readouterr().out)["findings"] if f["severity"] == "error"}
+
+    a, b = (["a/matrix.yaml", "a/priorities.yaml"], ["b/matrix.yaml", "b/priorities.yaml"])
+    assert [errors(path) for path in a] == [set(), {"X305"}]
+    assert [errors(*paths) for paths in (a, a[::-1], a + b, [*b[::-1], *a], [a[0], b[1]])] == [set()] * 4 + [{"X305"}]
+    assert main(["check", "--fix", *a]) == 0
+    assert capsys.readouterr().err == "fixed a/matrix.yaml\nfixed a/priorities.yaml\n"
+    assert not any(Path(path).read_text(encoding="utf-8").startswith("#") for path in b)
+
+
+@pytest.mark.parametrize("kind", ["kernels", "architectures"])
+def test_facts_are_not_laid_over(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"{kind}.yaml"
+    shutil.copy(load.DATA_DIR / path.name, path)
+    (found,) = checks.check_path(None, [path])
+    assert (found.code, found.line, found.column) == ("X315", 1, 1)
+    assert f"in place of the shipped {kind}.yaml: --matrix FILE" in found.hint
+    with pytest.raises(MatrixError, match="cannot be laid over the matrix"):
+        load_matrix(extra=[path])
+
+
+def test_the_order_of_the_keys_of_dims_means_nothing(tmp_path: Path) -> None:
+    text = (load.DATA_DIR / "matrix.yaml").read_text(encoding="utf-8")
+    turned = re.sub(r"dims: \{(qk_nope: \d+), (qk_rope: \d+), (v_head: \d+)\}", r"dims: {\3, \2, \1}", text)
+    assert turned != text
+    path = overlay(tmp_path, "matrix.yaml", turned)
+    assert checks.check_path(path) == []
+    assert list(diff(load_matrix(path), load_matrix())) == []
 
 
 @pytest.mark.parametrize("newline", ["\r", "\x85", "\u2028"])

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mla_prefill import Environment, Request, load_matrix
+from mla_prefill import Environment, Matrix, Request, load_matrix
 from mla_prefill.capabilities.load import DATA_DIR
+from mla_prefill.capabilities.model import DTYPES
 from mla_prefill.cli import build_parser, main
 from mla_prefill.selector.engine import decide
 from mla_prefill.selector.environment import VARIABLES
@@ -85,6 +86,14 @@ def test_no_backend_is_exit_1_with_the_json_all_the_same(capsys: pytest.CaptureF
 
 def test_help_names_every_variable() -> None:
     assert set(VARIABLES) <= set(build_parser().format_help().replace(",", " ").replace(".", " ").split())
+
+
+def test_help_names_every_feature_and_dtype(capsys: pytest.CaptureFixture[str], matrix: Matrix) -> None:
+    for command in ("run", "select"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        said = set(capsys.readouterr().out.replace(",", " ").split())
+        assert said >= {*matrix.features, *DTYPES}
 
 
 def test_nothing_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,13 +168,26 @@ USAGE = [
     ),
     (["select", "--arch", "sm90"], "--dims"),
     (["select", "--arch", "sm90", "--dims", "1,2,3", "--model", "x"], "not allowed with"),
-    (["selct"], "selct"),
+    (
+        ["select", "--arch", "H100", "--dims", "64,64,128"],
+        "unknown architecture 'H100'; it is a GPU of sm90: --gpu H100",
+    ),
+    (["select", "--gpu", "sm90", "--dims", "64,64,128"], "unknown GPU 'sm90'; it is an architecture: --arch sm90"),
+    (["table", "--arch", "H100"], "it is a GPU of sm90"),
+    (["select", "--modle", "x"], "unknown option --modle; did you mean --model?"),
+    (["select", "--modle=x"], "unknown option --modle; did you mean --model?"),
+    (["select", "--arch", "sm90", "--", "--modle"], "--dims --model --config is required"),
+    (["select", "--mod"], "--model: expected one argument"),
+    (["check", "--fromat", "json"], "unknown option --fromat; did you mean --format?"),
+    (["table", "--format", "jsn"], "--format: unknown 'jsn'; did you mean json?"),
+    (["selct"], "COMMAND: unknown 'selct'; did you mean select?"),
     ([], "COMMAND"),
     (["dims", "/nowhere/config.json"], "/nowhere/config.json"),
     (["table", "--arch", "sm9"], "did you mean sm90?"),
     (["table", "--model", "mistral_4"], "did you mean"),
     (["check", "/nowhere"], "/nowhere"),
     (["table", "--matrix", "/nowhere"], "/nowhere"),
+    (["table", "--extra", "/"], "cannot read /: a folder; only files are laid over, --matrix takes a folder"),
 ]
 
 
@@ -585,4 +607,4 @@ def test_without_a_reader_the_exit_code_is_the_same(command: str, code: int) -> 
 def test_a_full_disk_is_one_line() -> None:
     line = f"{sys.executable} -m mla_prefill table > /dev/full"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd="/", check=False)
-    assert (done.returncode, done.stderr) == (2, "mla-prefill: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (2, "mla-prefill: cannot write the output: No space left on device\n")

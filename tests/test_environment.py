@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -413,3 +414,32 @@ def test_the_report_can_be_pasted_into_a_bug(monkeypatch: pytest.MonkeyPatch) ->
     ):
         assert part in text
     assert os.linesep == "\n" or text
+
+
+# ---- a described machine --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "says"),
+    [
+        ("H200", "'H200' is a GPU: give 'sm90'"),
+        ("NVIDIA H100 80GB HBM3", "is a GPU: give 'sm90'"),
+        ("AMD Instinct MI300X", "is a GPU: give 'gfx942'"),
+        ("90", "such as 'sm90', '9.0' or 'gfx942', got '90'"),
+        ("", "got ''"),
+        ((9, 0), "got (9, 0)"),
+        (90, "got 90"),
+        (9.0, "got 9.0"),
+        (None, "got None"),
+    ],
+)
+def test_what_is_no_architecture_is_not_taken_for_newer_hardware(arch: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        Environment(arch)
+
+
+@pytest.mark.parametrize(
+    "arch", ["sm90", "sm_90a", "SM 90", "compute_100f", "10.3", "sm150", "gfx950:xnack-", "cpu", "xpu1"]
+)
+def test_newer_hardware_and_ones_of_another_matrix_are_described_by_their_names(arch: str) -> None:
+    assert Environment(arch).arch == arch

@@ -245,7 +245,7 @@ def test_amd_is_never_taken_for_nvidia(matrix: Matrix) -> None:
 
 @pytest.mark.parametrize(
     ("product", "arch"),
-    [("H200", "sm90"), ("NVIDIA H200", "sm90"), ("h100", "sm90"), ("L40S", "sm89"), ("B300", "sm103"), ("MI300X", "gfx942"), ("AMD Instinct MI355X", "gfx950"), ("RTX 4090", "sm89"), ("NVIDIA GeForce RTX 4090", "sm89"), ("RTX PRO 6000", "sm120"), ("NVIDIA H100 80GB HBM3", "sm90"), ("NVIDIA A100-SXM4-80GB", "sm80"), ("NVIDIA GeForce RTX 4090 Laptop GPU", "sm89"), ("NVIDIA RTX 6000 Ada Generation", "sm89")],
+    [("H200", "sm90"), ("NVIDIA H200", "sm90"), ("h100", "sm90"), ("L40S", "sm89"), ("B300", "sm103"), ("MI300X", "gfx942"), ("AMD Instinct MI355X", "gfx950"), ("RTX 4090", "sm89"), ("NVIDIA GeForce RTX 4090", "sm89"), ("RTX PRO 6000", "sm120"), ("NVIDIA H100 80GB HBM3", "sm90"), ("NVIDIA A100-SXM4-80GB", "sm80"), ("NVIDIA GeForce RTX 4090 Laptop GPU", "sm89"), ("NVIDIA RTX 6000 Ada Generation", "sm89"), ("Tesla T4", "sm75"), ("Tesla V100-SXM2-16GB", "sm70"), ("NVIDIA Thor", "sm110")],
 )  # fmt: skip
 def test_products(matrix: Matrix, product: str, arch: str) -> None:
     assert matrix.gpu(product) == arch
@@ -256,6 +256,13 @@ def test_unknown_names_get_the_nearest_one(matrix: Matrix) -> None:
         matrix.arch("sm_9")
     with pytest.raises(UnknownNameError, match="did you mean H200"):
         matrix.gpu("H2000")
+
+
+def test_a_gpu_and_an_architecture_are_told_apart(matrix: Matrix) -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown architecture 'H100'; it is a GPU of sm90: --gpu H100"):
+        matrix.arch("H100")
+    with pytest.raises(UnknownNameError, match=r"unknown GPU 'sm_90a'; it is an architecture: --arch sm_90a"):
+        matrix.gpu("sm_90a")
 
 
 @pytest.mark.parametrize(

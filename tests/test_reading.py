@@ -30,13 +30,15 @@ TEXTS = [
         "key 'service' of last occurs twice: line 82 and line 83",
         id="C69 the parent and both lines",
     ),
-    pytest.param("layout: NO\n", [(1, 9, "Y104")], 'quote this value: "NO"', id="C62 NO"),
-    pytest.param("state: on\nok: yes\n", [(1, 8, "Y104"), (2, 5, "Y104")], 'quote this value: "on"', id="C62 on, yes"),
-    pytest.param("arch: [off]\n", [(1, 8, "Y104")], 'quote this value: "off"', id="C62 off"),
-    pytest.param("flag: True\n", [(1, 7, "Y104")], "quote", id="C62 booleans are true and false alone"),
-    pytest.param("min_version: 3.10\n", [(1, 14, "Y104")], 'quote this value: "3.10"', id="C63 3.10"),
+    pytest.param("layout: NO\n", [(1, 9, "Y104")], 'quote it if it is text: "NO"', id="C62 NO"),
     pytest.param(
-        "cudnn: 9.20\ncap: 9.0\n", [(1, 8, "Y104"), (2, 6, "Y104")], 'quote this value: "9.20"', id="C63 floats"
+        "state: on\nok: yes\n", [(1, 8, "Y104"), (2, 5, "Y104")], 'quote it if it is text: "on"', id="C62 on, yes"
+    ),
+    pytest.param("arch: [off]\n", [(1, 8, "Y104")], 'quote it if it is text: "off"', id="C62 off"),
+    pytest.param("flag: True\n", [(1, 7, "Y104")], "quote", id="C62 booleans are true and false alone"),
+    pytest.param("min_version: 3.10\n", [(1, 14, "Y104")], 'quote it if it is text: "3.10"', id="C63 3.10"),
+    pytest.param(
+        "cudnn: 9.20\ncap: 9.0\n", [(1, 8, "Y104"), (2, 6, "Y104")], 'quote it if it is text: "9.20"', id="C63 floats"
     ),
     pytest.param("a: 1:30\nb: 0100\nc: 1_000\nd: 0x1F\n", [(i, 4, "Y104") for i in (1, 2, 3, 4)], "1:30", id="numbers"),
     pytest.param("date: 2026-11-30\n", [(1, 7, "Y104")], "quote", id="dates"),
@@ -50,7 +52,18 @@ TEXTS = [
     pytest.param("a: 1\n---\nb: 2\n", [(2, 1, "Y108")], "second document", id="two documents"),
     pytest.param("a: [1\n", [(2, 1, "Y101")], "flow sequence", id="unclosed list"),
     pytest.param("a: b: c\n", [(1, 5, "Y101")], "mapping values", id="colon in a plain value"),
-    pytest.param("\tkey: 1\n", [(1, 1, "Y101")], "token", id="tab"),
+    pytest.param("a: 96.0\n", [(1, 4, "Y104")], 'if it is text: "96.0"; else write a plain whole number', id="a float"),
+    pytest.param("a: off\n", [(1, 4, "Y104")], 'if it is text: "off"; else write false', id="a switch"),
+    pytest.param("a: Null\n", [(1, 4, "Y104")], "else write null", id="nothing"),
+    pytest.param("\tkey: 1\n", [(1, 1, "Y101")], "indent with spaces", id="tab"),
+    pytest.param("a:\n  - 1\n  \t- 2\n", [(3, 3, "Y101")], "a tab before the text", id="tab after blanks"),
+    pytest.param("a: b\n\tc: d\n", [(2, 1, "Y101")], "a tab before the text", id="tab before a key"),
+    pytest.param("a:\r\n\t- 2\r\n", [(2, 1, "Y101")], "a tab before the text", id="tab, CRLF"),
+    pytest.param("a: |\n  x\n  \ty\nb: c: d\n", [(4, 5, "Y101")], "mapping values", id="a tab that does no harm"),
+    pytest.param("a:\n<<<<<<< HEAD\n  - 1\n", [(2, 1, "Y101")], "a merge conflict marker", id="conflict, ours"),
+    pytest.param("a:\n  - 1\n=======\n  - 2\n", [(3, 1, "Y101")], "keep one of the two sides", id="conflict, between"),
+    pytest.param("a: 1\n>>>>>>> main\n", [(2, 1, "Y101")], "a merge conflict marker", id="conflict, theirs"),
+    pytest.param("a: 1\n||||||| base\n", [(2, 1, "Y101")], "a merge conflict marker", id="conflict, base"),
     pytest.param("a: \x07\n", [(1, 4, "Y101")], "U+0007", id="control character"),
     pytest.param("[" * 100, [(1, 33, "Y100")], "nesting", id="deep nesting"),
 ]
@@ -150,7 +163,14 @@ EDITS = [
         id="misspelled key",
     ),
     pytest.param("matrix.yaml", "v_head: 128}", "v_heads: 128}", "S202", "'v_head'", id="and what is missing"),
-    pytest.param("matrix.yaml", "qk_nope: 64", "qk_nope: -64", "S2", "", id="negative dims"),
+    pytest.param(
+        "matrix.yaml",
+        "qk_nope: 64",
+        "qk_nope: -64",
+        "S200",
+        "write a whole number of at least 0 and at most 4096",
+        id="negative dims",
+    ),
     pytest.param("matrix.yaml", "qk_nope: 64", "qk_nope: '64'", "S203", "whole number", id="dims as text"),
     pytest.param(
         "kernels.yaml",

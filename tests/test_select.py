@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mla_prefill import (
+    BatchShape,
     Decision,
     Environment,
     EnvironmentVariableError,
@@ -632,6 +633,20 @@ def test_values_of_another_kind_are_refused_in_words() -> None:
         select(DEEPSEEK, Environment("sm90"), MATRIX)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="installed maps distributions to versions"):
         Environment("sm90", ["torch"])  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    one, three, width = (numpy.int64(number) for number in (1, 3, 64))
+    asked = Request([width, width, width * 2], fa_version=three, policy="measured", shape=BatchShape(one, width, three))
+    same = Request((64, 64, 128), fa_version=3, policy="measured", shape=BatchShape(1, 64, 3))
+    assert asked == same
+    assert {type(value) for part in (asked.dims, asked.shape, [asked.fa_version]) for value in part[:3]} == {int}
+    for wrong in (numpy.float64(64), numpy.bool_(True), numpy.array([64, 64])):
+        with pytest.raises(RequestError, match="qk_nope_head_dim must be a whole number"):
+            Request((wrong, 64, 128))
+        with pytest.raises(RequestError, match="fa_version must be a whole number"):
+            Request((64, 64, 128), fa_version=wrong)
 
 
 def test_a_decision_goes_to_another_process() -> None:

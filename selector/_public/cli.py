@@ -9,13 +9,16 @@ import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
-from mla_prefill.capabilities.findings import MatrixError
+from mla_prefill.capabilities.findings import MatrixError, nearest
+from mla_prefill.capabilities.load import load_matrix
+from mla_prefill.capabilities.model import DTYPES
 from mla_prefill.cli_options import (
     FINE,
     NEGATIVE,
@@ -37,6 +40,24 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """An option that a command does not have is told before what the command misses."""
+        options = self._option_string_actions if self._subparsers is None else ()
+        for option in (text.partition("=")[0] for text in itertools.takewhile("--".__ne__, args or ())):
+            if options and option.startswith("--") and not any(known.startswith(option) for known in options):
+                self.error(f"unknown option {option}; {nearest(option, options)}")
+        return super().parse_known_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"unknown {value!r}; {nearest(value, action.choices)}")
+
+    def format_help(self) -> str:
+        """With the features that the shipped kernel sheet has, where a command takes some."""
+        if "--needs" in self._option_string_actions:
+            self.epilog = f"features: {', '.join(load_matrix().features)}"
+        return super().format_help()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +115,7 @@ class _Stdout(io.TextIOBase):
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # or Python tries once more at its end
             if not isinstance(error, BrokenPipeError):
-                raise
+                raise UsageError(f"cannot write the output: {error.strerror}") from None
 
 
 # ---- arguments --------------------------------------------------------------------------------------------------
@@ -160,7 +181,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_path,
         nargs="*",
         metavar="PATH",
-        help="a data folder, or a file in place of its shipped namesake (default: the shipped data)",
+        help="a data folder, or files in place of their shipped namesakes (default: the shipped data)",
     )
     command.add_argument(
         "--matrix",
@@ -176,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH",
-        help="lay this file of rows over it (repeatable)",
+        help="lay this file of rows, orders or models over it (repeatable)",
     )
     command.add_argument(
         "--fix", action="store_true", help="mend what is mechanical: modelines, lists, the compiled form, docs pages"
@@ -282,7 +303,7 @@ def _add_matrix(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="lay this file of rows over the matrix (repeatable)",
+        help="lay this file of rows, orders or models over the matrix (repeatable)",
     )
 
 
@@ -325,12 +346,10 @@ def _add_target(command: argparse.ArgumentParser) -> None:
 
 
 def _add_request(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--dtype", default="bfloat16", metavar="DTYPE", help="bfloat16 (default), float16, float32 ..."
-    )
+    command.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default bfloat16)")
     command.add_argument("--fa-version", type=int, metavar="N", help="pin the FlashAttention version: used or refused")
     command.add_argument("--backend", metavar="NAME", help="force a backend or kernel: used or refused")
-    command.add_argument("--needs", default="", metavar="LIST", help="comma list of features, for example lse,out")
+    command.add_argument("--needs", default="", metavar="LIST", help="comma list of features (below), such as lse,out")
     command.add_argument(
         "--prefers", default="", metavar="LIST", help="comma list of features to have if possible, most wanted first"
     )

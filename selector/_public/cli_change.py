@@ -66,6 +66,7 @@ def add(options: argparse.Namespace) -> int:
     try:
         dims, name, ref = _model(options, matrix)
         proposal = propose.propose(matrix, name, dims)
+        _refuse_installed(options, path)
         records = _build(proposal, document) if options.build else []
     except (propose.NothingToAddError, NegativeAnswerError) as error:
         progress(f"mla-prefill: {error}")
@@ -104,12 +105,17 @@ def _target(options: argparse.Namespace, sources: Sources) -> tuple[Path, Source
     given = options.matrix or overrides().matrix
     if given and matrix.label == str(Path(given)):
         return Path(given), matrix
-    path = sources.folder / "matrix.yaml"
-    if sources.folder == load.DATA_DIR and not load.in_checkout() and not options.dry_run:
+    return sources.folder / "matrix.yaml", matrix
+
+
+def _refuse_installed(options: argparse.Namespace, path: Path) -> None:
+    from mla_prefill.capabilities import load
+
+    if path.parent == load.DATA_DIR and not load.in_checkout() and not options.dry_run:
         raise UsageError(
-            "the shipped matrix is part of an installed package: give --output FILE for a file of your own"
+            "the shipped matrix is part of an installed package: give --output FILE for a file of your own, "
+            f"--matrix {load.DATA_LABEL} in a checkout, or --dry-run"
         )
-    return path, matrix
 
 
 def _model(options: argparse.Namespace, matrix: Matrix) -> tuple[MLADimensions, str, str]:

@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 def check(options: argparse.Namespace) -> int:
-    from mla_prefill.capabilities import checks, fixes
+    from mla_prefill.capabilities import checks, fixes, load
     from mla_prefill.capabilities.report import FORMATS
 
     findings = []
     asked = overrides().matrix
-    paths = [*options.paths, *options.matrix] or [asked]
-    if paths == [None]:
+    paths = [*options.paths, *options.matrix] or ([asked] if asked else [])
+    if not paths:
         _tell_which_copy()
-    for path in paths:
+    at_once: list[list[str] | None] = [*load.together(paths)]
+    for path in at_once or [None]:
         if options.fix:
-            for fixed in fixes.fix(Path(path) if path else None, options.extra):
+            for fixed in fixes.fix(path, options.extra):
                 progress(f"fixed {fixed}")
         findings += checks.check_path(path, options.extra)
         if path is None and not options.extra and not any(f.severity == "error" for f in findings):
