@@ -6,7 +6,8 @@
 
 All three go through `register_mla_prefill_backend`, vLLM's documented way to override a backend. Nothing gets a new
 name: such a member cannot be unpickled in a worker that has not loaded plugins yet. vLLM does not catch what a plugin
-raises, so nothing here raises; classes are made when vLLM asks for them, since importing vLLM's own takes long.
+raises, so nothing here raises until `supply` loads and runs a kernel, where vLLM's own backends raise too; classes are
+made when vLLM asks for them, since importing vLLM's own takes long.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mla_prefill.backends import packages
@@ -24,7 +24,7 @@ from mla_prefill.capabilities import versions
 from mla_prefill.capabilities.findings import nearest
 from mla_prefill.selector import Decision, Environment, Request, decide
 from mla_prefill.selector.decision import Verdict
-from mla_prefill.selector.engine import matrix_of
+from mla_prefill.selector.engine import matrix_in_force, matrix_of
 from mla_prefill.selector.environment import VLLM_MODES
 
 if TYPE_CHECKING:
@@ -114,46 +114,71 @@ def _watched(base: Any, name: str, mode: str) -> type:
                 if question is None:
                     return reasons
                 if mode == "veto":
-                    return reasons + vetoes(name, *question)
+                    return reasons + vetoes(name, *question, selector_config, vllm_can=not reasons)
                 _say(advice(*question, selector_config))
             except Exception as error:
-                _say(f"no answer ({type(error).__name__}: {error})")
+                _say(f"{VARIABLE}={mode} does nothing here ({type(error).__name__}: {error})", logging.WARNING)
             return reasons
 
     return Watched
 
 
-def vetoes(member: str, request: Request, environment: Environment) -> list[str]:
+def vetoes(
+    member: str, request: Request, environment: Environment, selector_config: Any, vllm_can: bool = True
+) -> list[str]:
     """Our reasons against what vLLM would run as ``member``, in vLLM's form: a list of texts, empty if eligible."""
+    against = _against(member, request, environment)
+    if not against:
+        return []
+    # Except on a few architectures vLLM has one candidate only: its error is then the last thing that a user sees.
+    setting = _best_setting(_of_vllm(request, environment), selector_config)
+    ways = ["unset it to let vLLM try" if vllm_can else None, setting, _by_supply(request, environment)]
+    way_out = ", or ".join(way for way in ways if way) or "nothing that was tried helps"
+    return [f"mla-prefill: {against} (a veto of {VARIABLE}: {way_out})"]
+
+
+def _against(member: str, request: Request, environment: Environment) -> str:
     kernel: str | None = MEMBERS[member][0]
     if member == "FLASH_ATTN":
         version, kernels = flash_attn_version(request), matrix_of(environment).kernels
         kernel = next((k for k in MEMBERS[member] if kernels[k].fa_version == version), None)
     if kernel is None:
-        return ["mla-prefill: vLLM has no FlashAttention version to run here (flash_attn_version, or its build)"]
-    verdict = _verdict(kernel, request, of_the_engine(environment))
-    texts = [f"{reason.code}: {reason.message}" for reason in verdict.reasons if reason.code != "lower-priority"]
-    if not texts:
-        return []
-    # Except on a few architectures vLLM has one candidate only: its error is then the last thing that a user sees.
-    way_out = f"a veto of {VARIABLE}: unset it to let vLLM try, or =supply with -ac.mla_prefill_backend=CUSTOM"
-    return [f"mla-prefill: {kernel}: {'; '.join(texts)} ({way_out})"]
+        return "vLLM has no FlashAttention version to run here (flash_attn_version, or its build)"
+    reasons = _verdict(kernel, request, of_the_engine(environment)).reasons
+    texts = [f"{reason.code}: {reason.message}" for reason in reasons if reason.code != "lower-priority"]
+    return f"{kernel}: {'; '.join(texts)}" if texts else ""
 
 
 def advice(request: Request, environment: Environment, selector_config: Any) -> str:
     """The setting of vLLM that our decision means here, as one line."""
-    decision = decide(request, of_the_engine(environment), matrix_of(environment))
+    decision = _of_vllm(request, environment)
     what = f"dims {request.dims}, {request.dtype}, {decision.arch}"
-    for verdict in _eligible(decision):
-        setting = _setting(verdict, request, environment, selector_config)
-        if setting is not None:
-            return f"{what}: {setting} (row {verdict.candidate.source})"
-    here = decide(request, environment, matrix_of(environment)).chosen
-    best = f"; {here.backend}/{here.kernel} can: {VARIABLE}=supply and -ac.mla_prefill_backend=CUSTOM" if here else ""
-    return f"{what}: no setting of vLLM's own backends fits{best}"
+    if setting := _best_setting(decision, selector_config):
+        return f"{what}: {setting}"
+    supply = _by_supply(request, environment)
+    return f"{what}: no setting of vLLM's own backends fits" + (f"; {supply}" if supply else "")
 
 
-def _setting(verdict: Verdict, request: Request, environment: Environment, selector_config: Any) -> str | None:
+def _of_vllm(request: Request, environment: Environment) -> Decision:
+    return decide(request, of_the_engine(environment), matrix_of(environment))
+
+
+def _by_supply(request: Request, environment: Environment) -> str | None:
+    """The way to what `supply` would run, where there is something."""
+    chosen = decide(request, environment, matrix_of(environment)).chosen
+    way = f"{VARIABLE}=supply with -ac.mla_prefill_backend=CUSTOM"
+    return f"{way} for {chosen.backend}/{chosen.kernel}" if chosen else None
+
+
+def _best_setting(decision: Decision, selector_config: Any) -> str | None:
+    """How to make vLLM run the best candidate that it would run."""
+    for verdict in decision.verdicts:
+        if verdict.verdict != "rejected" and (setting := _setting(verdict, decision.request, selector_config)):
+            return f"{setting} (row {verdict.candidate.source})"
+    return None
+
+
+def _setting(verdict: Verdict, request: Request, selector_config: Any) -> str | None:
     """How to make vLLM run this candidate; None where it would not."""
     candidate = verdict.candidate
     if candidate.kernel not in MEMBERS.get(candidate.backend, ()):
@@ -175,9 +200,9 @@ def _setting(verdict: Verdict, request: Request, environment: Environment, selec
 
 
 @functools.lru_cache(maxsize=1024)
-def _say(text: str) -> None:
+def _say(text: str, level: int = logging.INFO) -> None:
     """Each line once a process: vLLM asks again for every layer and every worker."""
-    log.info("mla-prefill: %s", text)
+    log.log(level, "mla-prefill: %s", text)
 
 
 # ---- what the engine is ---------------------------------------------------------------------------------------------
@@ -208,17 +233,19 @@ def _question(device_capability: Any, selector_config: Any) -> tuple[Request, En
     triple = (dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
     if not any(triple):  # vLLM asks once before it knows the model
         return None
-    environment = Environment.detect(arch=arch)
-    installed = {**(environment.installed or {}), ENGINE: engine_version()}
-    return Request(triple, selector_config.dtype, needs=NEEDS), environment.replace(installed=installed)
+    # The matrix in force, since vLLM asks for every layer and reading one takes long.
+    environment = Environment.detect(matrix_in_force().distributions, arch)
+    return Request(triple, selector_config.dtype, needs=NEEDS), environment
 
 
 def of_the_engine(environment: Environment) -> Environment:
-    """Without the packages that vLLM's own backends do not look at: FLASH_ATTN is what vLLM ships."""
+    """With vLLM, whatever the name of its package, and without those that its backends do not look at: FLASH_ATTN is
+    what vLLM ships.
+    """
     kernels = matrix_of(environment).kernels
-    others = {p.distribution for name in MEMBERS["FLASH_ATTN"] for p in kernels[name].providers} - {ENGINE}
+    others = {p.distribution for name in MEMBERS["FLASH_ATTN"] for p in kernels[name].providers}
     installed = {name: version for name, version in (environment.installed or {}).items() if name not in others}
-    return environment.replace(installed=installed)
+    return environment.replace(installed={**installed, ENGINE: engine_version()})
 
 
 def flash_attn_version(request: Request, asked: int | None = None) -> int | None:
@@ -246,10 +273,6 @@ def _flash_attn_supports(version: int) -> bool:
     """Whether the build has it for this GPU; asking for another one makes vLLM log an error."""
     interface = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
     return bool(interface.is_fa_version_supported(version))
-
-
-def _eligible(decision: Decision) -> Iterator[Verdict]:
-    return (verdict for verdict in decision.verdicts if verdict.verdict != "rejected")
 
 
 def _verdict(kernel: str, request: Request, environment: Environment) -> Verdict:
@@ -333,7 +356,7 @@ def _supplied(base: Any) -> type:
 
 
 def _adapter(backend: Any) -> PrefillAdapter:
-    """The adapter of one instance; vLLM makes one a layer, which costs little, and runs those of its builders."""
+    """The adapter of one instance; vLLM makes one a layer, a few ms each, and runs those of its builders."""
     from mla_prefill.backends import load
     from mla_prefill.selector import NoBackendError
 

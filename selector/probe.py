@@ -28,9 +28,14 @@ TIMEOUT_S = 120
 COMPANIONS = {"flashinfer-python": ("flashinfer-cubin", "flashinfer-jit-cache")}
 #: How the setup of FlashAttention 3 names what a build leaves out, in the module whose name ends so.
 _BUILD_CONFIG, _LEFT_OUT = "_config.py", "_DISABLE_"
+#: How the line begins in which a child answers: what packages print, before and after it, is none of ours.
+_SAID = "mla-prefill probe: "
 # torch first: the kernel packages' own extensions need its libraries loaded. Any exception is an answer.
-_CHILD = """
-import importlib, json, sys
+# Neither what a package made of sys.stdout nor what it does at exit may touch the answer.
+_CHILD = (
+    f"_SAID = {_SAID!r}"
+    + """
+import importlib, json, os, sys
 said, modules = {"error": None, "flags": {}}, []
 try:
     for name in sys.argv[1:]:
@@ -44,8 +49,10 @@ for module in modules:
 torch = modules[0] if modules and modules[0].__name__ == "torch" else None
 if torch is not None:
     said["torch"] = {"cuda": torch.version.cuda, "hip": torch.version.hip, "arch": torch.cuda.get_arch_list()}
-print(json.dumps(said, default=str))
+os.write(1, f"\\n{_SAID}{json.dumps(said, default=str)}\\n".encode())
+os._exit(0)
 """
+)
 
 
 class Probed(NamedTuple):
@@ -95,7 +102,8 @@ def _imported(modules: list[str], timeout_s: float) -> tuple[str | None, dict[st
     except subprocess.TimeoutExpired:
         return f"importing took longer than {timeout_s:.0f} s", {}
     with suppress(ValueError, IndexError):
-        if done.returncode == 0 and isinstance(said := json.loads(done.stdout.splitlines()[-1]), dict):
+        answers = [line for line in done.stdout.splitlines() if line.startswith(_SAID)]
+        if done.returncode == 0 and isinstance(said := json.loads(answers[-1].removeprefix(_SAID)), dict):
             return said["error"], said
     tail = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return f"the interpreter ended with status {done.returncode}: {tail}", {}
@@ -114,6 +122,7 @@ def fresh_python(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
+        errors="replace",
         timeout=timeout_s,
         cwd="/",
         env={**environ, "PYTHONPATH": os.pathsep.join(search_path())},

@@ -2,7 +2,8 @@
 
 One INFO line for the choice, a DEBUG line for each rejection; where nothing has imported ``logging`` nobody listens to
 either, and a cold query is spared the 5 ms of importing it. A WARNING for each preferred feature that is not provided,
-and for a package's unverified version.
+and for a package's unverified version. Remembered answers are not told later: asking the logger would cost as much as
+finding one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def decision(decision: Decision) -> None:
     if (logging := sys.modules.get("logging")) is None:
         return
     log = logging.getLogger(LOGGER)
-    if not log.isEnabledFor(logging.INFO) or not _first((decision.request, decision.environment, decision.chosen)):
+    # The matrix counts too: after a reload the same choice may have other reasons against the rest.
+    told = (decision.request, decision.environment, decision.chosen, decision.matrix.fingerprint)
+    if not log.isEnabledFor(logging.INFO) or not _first(told):
         return
     log.info("%s", decision.one_line().removeprefix("mla-prefill: "))
     if log.isEnabledFor(logging.DEBUG):

@@ -90,6 +90,21 @@ def test_c48_a_package_that_works_is_no_error_and_is_imported_in_the_child_only(
     assert "fa3_fwd_interface" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import atexit\natexit.register(lambda: print('bye!'))\nprint('hello')",
+        "import atexit, os\natexit.register(lambda: os._exit(3))",
+        "import io, sys\nsys.stdout = io.StringIO()",
+        "import os\nos.write(1, b'no line end, no UTF-8: \\xff')",
+    ],
+    ids=["prints at exit", "ends otherwise", "keeps stdout", "prints bytes"],
+)
+def test_what_a_package_prints_or_does_at_exit_is_not_the_answer(site: Path, body: str) -> None:
+    install(site, "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": body})
+    assert import_error(["fa3_fwd_interface"]) is None
+
+
 def test_a_relative_path_leads_the_child_to_the_same_package(tmp_path: Path) -> None:
     """The child starts elsewhere, so that a folder in the working directory is no package."""
     install(tmp_path / "vendored", "fa3-fwd", "0.0.3", {"fa3_fwd_interface.py": ""})

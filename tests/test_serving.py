@@ -36,7 +36,7 @@ from mla_prefill import (
     reload,
     select,
 )
-from mla_prefill.selector import detection, renamed
+from mla_prefill.selector import detection, renamed, telling
 from mla_prefill.selector.environment import VISIBLE_DEVICES
 from mla_prefill.selector.renamed import Renamed
 
@@ -365,6 +365,44 @@ def test_each_decision_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     decision = select(Request(DEEPSEEK), HOPPER)
     assert len(rejections) == 2 * len(decision.rejected)
     assert any(line.startswith("not trtllm_ragged: trtllm_ragged runs on sm100") for line in rejections)
+
+
+def test_a_reload_that_turns_another_kernel_down_is_told(
+    data_folder: Path, edited: Edited, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The choice stays the same; what stands against the others does not."""
+    caplog.set_level(logging.DEBUG, "mla_prefill")
+    reload(data_folder)
+    select(Request(DEEPSEEK), HOPPER)
+    caplog.clear()
+    allowed = "{arch: [sm90], fa_version: [2, 3, 4], backends: [FLASH_ATTN]}"
+    edited("matrix.yaml", allowed, allowed.replace("2, 3, 4", "3, 4"))
+    reload()
+    select(Request(DEEPSEEK), HOPPER)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith("FLASH_ATTN/fa4 for (128, 64, 128) bfloat16 on sm90")
+    assert any(line.startswith("not fa2: no row allows FA2") for line in lines)
+
+
+def test_what_was_told_is_remembered_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(telling, "MAX_TOLD", 3)
+    for text in "abcabcde":
+        telling.warning(text)
+        assert len(telling._told) <= 3
+    assert [record.getMessage() for record in caplog.records] == list("abcde")
+
+
+def test_what_was_asked_before_logging_was_set_up_is_told_after_clear(caplog: pytest.LogCaptureFixture) -> None:
+    """As the docs say: a remembered answer does not look at the logger."""
+    select(Request(MISTRAL), HOPPER)
+    caplog.set_level(logging.INFO, "mla_prefill")
+    select(Request(MISTRAL), HOPPER)
+    assert caplog.records == []
+    clear()
+    select(Request(MISTRAL), HOPPER)
+    assert len(caplog.records) == 1
 
 
 def test_a_refusal_is_told_too(caplog: pytest.LogCaptureFixture) -> None:

