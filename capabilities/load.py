@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -236,14 +237,18 @@ def importable(modules: Iterable[str]) -> dict[str, bool]:
     package registers as entry points of the group ``mla_prefill.backends``. No YAML file alone makes anything be
     imported, whoever wrote it.
     """
-    shipped = {provider.module for kernel in load_matrix().kernels.values() for provider in kernel.providers}
-    asked = dict.fromkeys(modules)
+    shipped, asked = _shipped_modules(), dict.fromkeys(modules)
     registered: set[str] = set()
     if not shipped.issuperset(asked):
         from importlib.metadata import entry_points  # reads every installed package's metadata
 
         registered = {entry.module for entry in entry_points(group=ENTRY_POINTS)}
     return {module: module in shipped or module in registered for module in asked}
+
+
+@functools.cache
+def _shipped_modules() -> frozenset[str]:
+    return frozenset(provider.module for kernel in load_matrix().kernels.values() for provider in kernel.providers)
 
 
 def _read_compiled() -> dict[str, Any] | None:
