@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 
 from mla_prefill.backends import KernelError
 from mla_prefill.capabilities import tables
+from mla_prefill.capabilities.evidence import OPERATIONS
 from mla_prefill.capabilities.matrix import Cell, Matrix
 from mla_prefill.capabilities.model import MLADimensions
 from mla_prefill.selector.engine import decide
 from mla_prefill.selector.environment import NO_OVERRIDES, Environment, Overrides
 from mla_prefill.selector.request import Request
 
-#: operation -> what serving needs of a kernel for it.
-OPERATIONS = {"new_tokens": ("lse",), "context_chunk": ("lse", "context_chunk")}
 DTYPES = ("bfloat16", "float16", "float32")
 #: FlashInfer's first call in a process compiles for up to 110 s.
 TIMEOUT_S = 300.0

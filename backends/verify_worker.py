@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from mla_prefill.backends import KernelError, graphs, load, records
 from mla_prefill.backends.base import PrefillAdapter, PrefillPlan
-from mla_prefill.backends.job import tolerance_of
 from mla_prefill.backends.reference import reference_attention
+from mla_prefill.capabilities.evidence import tolerance_of
 from mla_prefill.capabilities.load import load_matrix
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.capabilities.model import MLADimensions
