@@ -7,7 +7,8 @@ A record file (``data/evidence/*.json``, ``schema/evidence.schema.json``) is wri
                 "v": 128, "pad_v_to": null, "dtype": "bfloat16", "operation": "new_tokens", "allowed": true,
                 "ok": true, ...}]}
 
-``ok`` is true (built, or right against float32 math), false (``refusal`` says why), or null: it could not be tried.
+``ok`` is true (built, or right against float32 math), false (``refusal`` says why), or null: it could not be tried, or
+the machine failed and not the kernel.
 Records decide nothing: they are what `check` holds the matrix and the kernel sheet to, and the proof that answers show.
 """
 
