@@ -85,7 +85,8 @@ class Bench:
         kernels: only these, also those that are used on request only; empty: every eligible one.
         dims: only these; empty: those of all blocks.
         budget_s: seconds for everything; each dims gets an equal share of what is left. None: no limit.
-        save: gets the profile after each dims, so that a crash costs only the rest.
+        save: gets the profile after each dims, so that a crash costs only the rest; the whole profile is the caller's
+            to save.
     """
 
     def __init__(
@@ -120,7 +121,10 @@ class Bench:
             with torch.inference_mode():
                 self._time_dims(dims, share)
             if self.readings:
-                self.save(self.profile())
+                try:
+                    self.save(self.profile())
+                except (OSError, ValueError) as error:
+                    self.report(f"not saved yet: {error}")
         return Result(self.profile(), self.skipped)
 
     def profile(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.backends import packages
+from mla_prefill.backends.verify import EVERYTHING, Wanted
 from mla_prefill.capabilities.matrix import UnknownNameError
 from mla_prefill.capabilities.versions import contains
 from mla_prefill.selector.detection import installed
@@ -93,11 +94,15 @@ class Entry(NamedTuple):
         }
 
 
-def entries(matrix: Matrix, kernel: str, arch: str, dtypes: Iterable[str] = HALVES) -> Iterator[Entry]:
-    """A kernel's cells on an architecture: every dims block, dtype and operation."""
-    for dims in dict.fromkeys(block.dims for block in matrix.blocks.values()):
+def entries(
+    matrix: Matrix, kernel: str, arch: str, dtypes: Sequence[str] = HALVES, wanted: Wanted = EVERYTHING
+) -> Iterator[Entry]:
+    """A kernel's cells on an architecture: every dims block, dtype and operation, of those that are wanted."""
+    if not wanted.any_of([kernel]):
+        return
+    for dims in wanted.dims or dict.fromkeys(block.dims for block in matrix.blocks.values()):
         cell = next(c for c in matrix.cells(arch, dims) if c.kernel.name == kernel)
-        for dtype in dtypes:
+        for dtype in (d for d in dtypes if d in (wanted.dtypes or dtypes)):
             for operation in OPERATIONS:
                 yield Entry(cell, arch, dims, dtype, operation)
 
@@ -147,14 +152,16 @@ class Code(NamedTuple):
         return f"{self.target} {'PTX' if self.ptx else 'machine code'}"
 
 
-def shipped_cells(matrix: Matrix, arches: Iterable[str], report: Report) -> list[dict[str, Any]]:
+def shipped_cells(
+    matrix: Matrix, arches: Iterable[str], report: Report, wanted: Wanted = EVERYTHING
+) -> list[dict[str, Any]]:
     """A cell for each kernel that an installed binary holds, or that the kernel sheet offers and it does not hold."""
     arches, versions = tuple(arches), installed(PACKAGES)
     cells: list[dict[str, Any]] = []
     if not versions:
         report(f"fa2 and fa3 were not asked: none of {', '.join(PACKAGES)} is installed")
     for shipped in SHIPPED:
-        if shipped.distribution not in versions:
+        if shipped.distribution not in versions or not wanted.any_of([shipped.kernel]):
             continue
         version = versions[shipped.distribution]
         try:
@@ -162,7 +169,7 @@ def shipped_cells(matrix: Matrix, arches: Iterable[str], report: Report) -> list
         except CannotAsk as error:
             report(f"{shipped.kernel} of {shipped.distribution} {version} was not asked: {error}")
             continue
-        found = list(held_cells(matrix, shipped, version, codes, arches))
+        found = list(held_cells(matrix, shipped, version, codes, arches, wanted))
         held = ", ".join(dict.fromkeys(cell["arch"] for cell in found if cell["ok"]))
         report(
             f"{shipped.kernel} of {shipped.distribution} {version} holds {', '.join(map(str, codes))}: "
@@ -173,13 +180,18 @@ def shipped_cells(matrix: Matrix, arches: Iterable[str], report: Report) -> list
 
 
 def held_cells(
-    matrix: Matrix, shipped: Shipped, version: str, codes: Sequence[Code], arches: Iterable[str]
+    matrix: Matrix,
+    shipped: Shipped,
+    version: str,
+    codes: Sequence[Code],
+    arches: Iterable[str],
+    wanted: Wanted = EVERYTHING,
 ) -> Iterator[dict[str, Any]]:
     """The cells of one kernel in one package. What nobody claims and the binary does not hold is no cell."""
     package = shipped.distribution
     for arch in arches:
         runnable = [code for code in codes if runs_on(matrix, code.target, code.ptx, arch)]
-        for entry in entries(matrix, shipped.kernel, arch):
+        for entry in entries(matrix, shipped.kernel, arch, wanted=wanted):
             claimed = usable(entry.cell, package, version, entry.dtype)
             code, function = find(runnable, entry) if entry.cell.fit else (None, None)
             if code and function:
@@ -397,7 +409,6 @@ def demangle(name: str) -> str:
 # ---- flashinfer-cubin ------------------------------------------------------------------------------------------------
 
 TRTLLM, CUBINS = "trtllm_ragged", "flashinfer-cubin"
-CUBIN_PACKAGES = (CUBINS, "flashinfer-python")
 
 #: fmhaSm100fKernel_QkvBfloat16OBfloat16HQk192HV128SeparateQkvCausalVarSeqQ128Kv128PersistentContext.cubin
 _CUBIN = re.compile(
@@ -412,7 +423,14 @@ CUBIN_DTYPES = {
 }
 
 
-def trtllm_cells(matrix: Matrix, arches: Iterable[str], report: Report) -> list[dict[str, Any]]:
+def cubin_packages() -> dict[str, str]:
+    """The cubins' version, which is that of the package whose kernel they are: both are released together."""
+    return {name: version for version in installed((CUBINS,)).values() for name in (CUBINS, "flashinfer-python")}
+
+
+def trtllm_cells(
+    matrix: Matrix, arches: Iterable[str], report: Report, wanted: Wanted = EVERYTHING
+) -> list[dict[str, Any]]:
     """Which kernels of ``trtllm_ragged_attention_deepseek`` flashinfer-cubin has, by its file names."""
     version = installed((CUBINS,)).get(CUBINS)
     if version is None:
@@ -420,7 +438,7 @@ def trtllm_cells(matrix: Matrix, arches: Iterable[str], report: Report) -> list[
         return []
     listed = importlib.metadata.distribution(CUBINS).files or ()
     codes = parse_cubins(file.name for file in listed)
-    found = list(cubin_cells(matrix, version, codes, arches))
+    found = list(cubin_cells(matrix, version, codes, arches, wanted))
     targets = ", ".join(f"{len(code.functions)} for {code.target}" for code in codes)
     report(f"trtllm_ragged of flashinfer-cubin {version}: kinds of ragged context kernels, {targets}")
     return found
@@ -438,16 +456,18 @@ def parse_cubins(names: Iterable[str]) -> list[Code]:
     return [Code(target, False, frozenset(functions)) for target, functions in sorted(found.items())]
 
 
-def cubin_cells(matrix: Matrix, version: str, codes: Sequence[Code], arches: Iterable[str]) -> Iterator[dict[str, Any]]:
+def cubin_cells(
+    matrix: Matrix, version: str, codes: Sequence[Code], arches: Iterable[str], wanted: Wanted = EVERYTHING
+) -> Iterator[dict[str, Any]]:
     """A cell for each dtype that any kernel has, on each architecture of the kernel sheet."""
     dtypes = sorted({function.dtype for code in codes for function in code.functions})
     for arch in (arch for arch in arches if arch in matrix.kernels[TRTLLM].arch):
         runnable = [code for code in codes if runs_on(matrix, code.target, code.ptx, arch)]
-        for entry in entries(matrix, TRTLLM, arch, dtypes):
+        for entry in entries(matrix, TRTLLM, arch, dtypes, wanted):
             if entry.cell.fit and not usable(entry.cell, "flashinfer-python", version):
-                continue  # both packages are released together, under one version
-            wanted = Function(entry.qk, entry.width_v, entry.dtype, entry.causal)
-            code = next((code for code in runnable if wanted in code.functions), None)
+                continue
+            exact = Function(entry.qk, entry.width_v, entry.dtype, entry.causal)
+            code = next((code for code in runnable if exact in code.functions), None)
             if code:
                 yield entry.to_dict("cubin", True, detail=f"{CUBINS} {version} has a kernel for {code.target}")
             else:

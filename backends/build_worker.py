@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from mla_prefill.backends import trouble
+
 #: Multiprocessors of the GPU that is described to FA4. They decide on a split KV, which is off, and for few queries on
 #: pairs of CTAs; neither changes whether a kernel builds.
 MULTIPROCESSORS = 132
@@ -79,7 +81,8 @@ def attempt(compiler: Compiler, job: Job) -> Answer:
     try:
         answer = compiler(job)
     except Exception as error:  # the exact text of a refusal is the evidence
-        answer = Answer(False, 0.0, one_line(f"{type(error).__name__}: {error}"))
+        refused = None if trouble.raised(error) else False
+        answer = Answer(refused, 0.0, one_line(f"{type(error).__name__}: {error}"))
     return answer._replace(seconds=round(time.monotonic() - started, 1))
 
 
@@ -180,8 +183,8 @@ def flashinfer(backend: str) -> Compiler:
     return functools.partial(compile_flashinfer, torch, module.gen_batch_prefill_module, backend)
 
 
-#: What nvcc says where the toolkit is too old, lacks a header, or was killed: nothing about the kernel.
-TOOLKIT = ("Unsupported gpu architecture", "No such file or directory", "died due to signal 9")
+#: What nvcc says where the toolkit is too old or lacks a header: nothing about the kernel.
+TOOLKIT = ("Unsupported gpu architecture", "No such file or directory")
 
 
 def compile_flashinfer(torch: Any, generate: Callable[..., Any], backend: str, job: Job) -> Answer:
@@ -198,7 +201,7 @@ def compile_flashinfer(torch: Any, generate: Callable[..., Any], backend: str, j
     if ran.returncode:
         lines = ran.stderr.splitlines()
         said = " ".join([line for line in lines if "error" in line or "fatal" in line] or lines[-1:])
-        untried = any(sign in said for sign in TOOLKIT)
+        untried = trouble.told(said) or any(sign in said for sign in TOOLKIT)
         return Answer(None if untried else False, 0.0, one_line(said) or f"nvcc ended with status {ran.returncode}")
     target = re.search(r"code=(sm_\w+)", command["command"])
     return Answer(True, 0.0, target=target and target[1])

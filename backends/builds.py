@@ -26,9 +26,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mla_prefill.backends import binaries
-from mla_prefill.backends.binaries import Entry, entries, usable
+from mla_prefill.backends import binaries, trouble
+from mla_prefill.backends.binaries import TRTLLM, Entry, entries, usable
 from mla_prefill.backends.build_worker import MULTIPROCESSORS, Answer, Job, one_line
+from mla_prefill.backends.verify import EVERYTHING, Wanted
 from mla_prefill.capabilities.versions import contains
 from mla_prefill.selector.detection import installed
 
@@ -100,7 +101,19 @@ FLASHINFER = Builder(
 )
 
 
-def prove(matrix: Matrix, arches: Sequence[str] | None, report: Report) -> list[dict[str, Any]]:
+SHIPPED = tuple(dict.fromkeys(shipped.kernel for shipped in binaries.SHIPPED))
+#: What can be built or read without a GPU.
+KERNELS = (*FA4.kernels, *FLASHINFER.kernels, *SHIPPED, TRTLLM)
+
+
+def prove(
+    matrix: Matrix,
+    arches: Sequence[str] | None,
+    report: Report,
+    wanted: Wanted = EVERYTHING,
+    timeout: float = TIMEOUT,
+    failed: Report = lambda text: None,
+) -> list[dict[str, Any]]:
     """Evidence records of everything that this machine can prove without a GPU.
 
     Args:
@@ -108,29 +121,42 @@ def prove(matrix: Matrix, arches: Sequence[str] | None, report: Report) -> list[
         arches: architecture ids, in any accepted spelling. None: every one that is declared, without FlashInfer's
             kernels, which take nvcc half a minute each.
         report: takes lines about progress, and about each source that could not be asked.
+        wanted: which of the cells; dims may be others than the matrix has.
+        timeout: seconds for one compilation.
+        failed: takes a line for each architecture for which the compiler did not start, beside ``report``.
 
     Raises:
         UnknownNameError: an architecture that nobody declared.
     """
     chosen = tuple(matrix.architectures if arches is None else dict.fromkeys(map(matrix.arch, arches)))
-    command = "mla-prefill verify --build-only" + (f" --arch {','.join(chosen)}" if arches is not None else "")
-    sources = (
-        (FA4.packages, compiled_cells(matrix, FA4, chosen, report)),
-        (FLASHINFER.packages, flashinfer_cells(matrix, chosen, arches is not None, report)),
-        (binaries.PACKAGES, binaries.shipped_cells(matrix, chosen, report)),
-        (binaries.CUBIN_PACKAGES, binaries.trtllm_cells(matrix, chosen, report)),
+    named = arches is not None
+    command = wanted.command("--build-only", *([f"--arch {','.join(chosen)}"] if named else ()))
+    compiling = (report, wanted, timeout, failed)
+    sources: tuple[tuple[Iterable[str], dict[str, str], Callable[[], list[dict[str, Any]]]], ...] = (
+        (FA4.kernels, installed(FA4.packages), lambda: compiled_cells(matrix, FA4, chosen, *compiling)),
+        (
+            FLASHINFER.kernels,
+            installed(FLASHINFER.packages),
+            lambda: flashinfer_cells(matrix, chosen, named, *compiling),
+        ),
+        (SHIPPED, installed(binaries.PACKAGES), lambda: binaries.shipped_cells(matrix, chosen, report, wanted)),
+        ([TRTLLM], binaries.cubin_packages(), lambda: binaries.trtllm_cells(matrix, chosen, report, wanted)),
     )
-    return [record(command, packages, cells) for packages, cells in sources if cells]
+    return [
+        record(command, packages, cells)
+        for kernels, packages, ask in sources
+        if wanted.any_of(kernels) and (cells := ask())
+    ]
 
 
-def record(command: str, packages: Iterable[str], cells: list[dict[str, Any]]) -> dict[str, Any]:
+def record(command: str, packages: dict[str, str], cells: list[dict[str, Any]]) -> dict[str, Any]:
     """One evidence record of today."""
     return {
         "schema_version": 1,
         "level": "built",
         "date": datetime.now(timezone.utc).date().isoformat(),
         "command": command,
-        "packages": installed(packages),
+        "packages": packages,
         "cells": cells,
     }
 
@@ -138,7 +164,15 @@ def record(command: str, packages: Iterable[str], cells: list[dict[str, Any]]) -
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-def flashinfer_cells(matrix: Matrix, arches: Iterable[str], named: bool, report: Report) -> list[dict[str, Any]]:
+def flashinfer_cells(
+    matrix: Matrix,
+    arches: Iterable[str],
+    named: bool,
+    report: Report,
+    wanted: Wanted = EVERYTHING,
+    timeout: float = TIMEOUT,
+    failed: Report = lambda text: None,
+) -> list[dict[str, Any]]:
     """FlashInfer's kernels, where somebody named the architectures and there is nvcc."""
     kernels = " and ".join(FLASHINFER.kernels)
     if not named:
@@ -146,7 +180,7 @@ def flashinfer_cells(matrix: Matrix, arches: Iterable[str], named: bool, report:
     elif nvcc() is None:
         report(f"{kernels} not compiled: there is no nvcc on the PATH, in CUDA_HOME or in /usr/local/cuda")
     else:
-        return compiled_cells(matrix, FLASHINFER, arches, report)
+        return compiled_cells(matrix, FLASHINFER, arches, report, wanted, timeout, failed)
     return []
 
 
@@ -155,7 +189,15 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(f"{home}/bin" for home in homes if home))
 
 
-def compiled_cells(matrix: Matrix, builder: Builder, arches: Iterable[str], report: Report) -> list[dict[str, Any]]:
+def compiled_cells(
+    matrix: Matrix,
+    builder: Builder,
+    arches: Iterable[str],
+    report: Report,
+    wanted: Wanted = EVERYTHING,
+    timeout: float = TIMEOUT,
+    failed: Report = lambda text: None,
+) -> list[dict[str, Any]]:
     """A cell for each dims block, dtype and operation on each architecture that a sheet names for a kernel."""
     kernels, package = " and ".join(builder.kernels), builder.distribution
     version = installed((package,)).get(package)
@@ -168,21 +210,24 @@ def compiled_cells(matrix: Matrix, builder: Builder, arches: Iterable[str], repo
     sweeps = [
         Sweep(builder, kernel, matrix.architectures[arch], plan)
         for kernel, arch in itertools.product(builder.kernels, arches)
-        if (plan := tuple(planned(matrix, builder, kernel, arch, version)))
+        if (plan := tuple(planned(matrix, builder, kernel, arch, version, wanted)))
     ]
     with ThreadPoolExecutor(CHILDREN) as pool:
         try:
-            return [cell for cells in pool.map(lambda sweep: sweep.cells(report), sweeps) for cell in cells]
+            done = pool.map(lambda sweep: sweep.cells(report, timeout, failed), sweeps)
+            return [cell for cells in done for cell in cells]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def planned(matrix: Matrix, builder: Builder, kernel: str, arch: str, version: str) -> Iterator[Entry]:
+def planned(
+    matrix: Matrix, builder: Builder, kernel: str, arch: str, version: str, wanted: Wanted = EVERYTHING
+) -> Iterator[Entry]:
     """What to compile for an architecture: what the kernel sheet or a row names, if this version is to run it."""
     if matrix.architectures[arch].capability is None:
         return
-    for entry in entries(matrix, kernel, arch):
+    for entry in entries(matrix, kernel, arch, wanted=wanted):
         cell = entry.cell
         offered = usable(cell, builder.distribution, version, entry.dtype)
         named = cell.limit is not None or cell.row is not None
@@ -198,17 +243,20 @@ class Sweep(NamedTuple):
     architecture: Architecture
     plan: tuple[Entry, ...]
 
-    def cells(self, report: Report) -> list[dict[str, Any]]:
-        """Compiles. Where no child can start, that is reported and there are no cells."""
+    def cells(
+        self, report: Report, timeout: float = TIMEOUT, failed: Report = lambda text: None
+    ) -> list[dict[str, Any]]:
+        """Compiles. Where no child can start, that is told to both and there are no cells."""
         jobs = dict.fromkeys(map(job_of, self.plan))  # equal widths are one kernel, whatever their dims
         answers: dict[Job, Answer] = {}
         try:
-            for job, answer in self.build(list(jobs), TIMEOUT):
+            for job, answer in self.build(list(jobs), timeout):
                 answers[job] = answer
                 outcome = f"not compiled: {answer.refusal}" if answer.refusal else f"compiled in {answer.seconds} s"
                 report(f"{self.architecture.id} {len(answers)}/{len(jobs)}: {self.kernel} {job} {outcome}")
         except CannotBuild as error:
-            report(f"{self.kernel} was not compiled for {self.architecture.id}: {error}")
+            for tell in (report, failed):
+                tell(f"{self.kernel} was not compiled for {self.architecture.id}: {error}")
         return [
             compiled_cell(self.architecture, entry, answers[job_of(entry)])
             for entry in self.plan
@@ -277,19 +325,16 @@ def parse_line(line: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-#: Signals that something other than the compiler's own failure sends: they prove nothing about a kernel.
-FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-
-
 def how_it_ended(returncode: int, stderr: str, timeout: float) -> Answer:
     """A child's end as the answer to the job it was at: a time-out, a signal, or the last line that it wrote."""
     if "Timeout (" in stderr:  # what faulthandler writes before it ends the process
         return Answer(None, timeout, f"no answer within {timeout:g} s")
-    if returncode < 0:
-        by = signal.Signals(-returncode)
-        return Answer(None if by in FROM_OUTSIDE else False, 0.0, f"the compiler's process was ended by {by.name}")
     last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "it wrote nothing")
-    return Answer(False, 0.0, f"the compiler's process ended with exit status {returncode}: {one_line(last)}")
+    outside = trouble.told(last) or (returncode < 0 and -returncode not in trouble.OWN_SIGNALS)
+    how = f"with exit status {returncode}: {one_line(last)}"
+    if returncode < 0:
+        how = f"by signal {trouble.signal_name(-returncode)}"
+    return Answer(None if outside else False, 0.0, f"the compiler's process ended {how}")
 
 
 # ---- what a build proves ---------------------------------------------------------------------------------------------

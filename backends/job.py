@@ -21,7 +21,8 @@ from mla_prefill.backends import KernelError, load
 from mla_prefill.backends.base import PrefillAdapter, PrefillPlan
 from mla_prefill.backends.merge import merge_attention_states
 from mla_prefill.backends.reference import reference_attention
-from mla_prefill.capabilities.model import LseConvention, MLADimensions
+from mla_prefill.capabilities.evidence import TOLERANCES, tolerance_of
+from mla_prefill.capabilities.model import MLADimensions
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -51,27 +52,6 @@ CUDA_SEQUENCES = (
     SequenceLengths(130, (1500, 0)),
     SequenceLengths(1024, (0, 0)),
 )
-
-
-class Tolerance(NamedTuple):
-    """``out``: norm of the difference over the norm of the truth. ``lse``: the largest difference."""
-
-    out: float
-    lse: float
-
-
-#: One kernel call in bfloat16 reads about 2e-3 on a GPU (rounding of P and out); three merged ones a little more.
-TOLERANCES = {
-    "bfloat16": Tolerance(6e-3, 1e-4),
-    "float16": Tolerance(1e-3, 1e-4),
-    "float32": Tolerance(2e-5, 1e-4),
-}
-
-
-def tolerance_of(dtype: str, lse: LseConvention | None) -> Tolerance:
-    """What is right for a dtype and a kernel's LSE: one whose sum is of rounded probabilities is as exact as out."""
-    tolerance = TOLERANCES[dtype]
-    return tolerance._replace(lse=tolerance.out) if lse is not None and lse.rounded else tolerance
 
 
 @dataclass(frozen=True)

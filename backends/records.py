@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mla_prefill.capabilities import fixes
 from mla_prefill.capabilities.load import DATA_DIR, in_checkout
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.selector import detection
@@ -60,37 +62,66 @@ def packages(matrix: Matrix) -> dict[str, str]:
     return detection.installed(sorted({*matrix.distributions, *BENEATH}))
 
 
-def target(kind: str, stem: str, output: str | Path | None = None, suffix: str = ".json") -> Path:
-    """A new file for a record: never one that exists, so that a partial sweep does not replace a full one.
+def keep(kind: str, stem: str, text: str, output: str | Path | None = None, *, beside: bool = False) -> Path:
+    """Writes a record and says where: into the user's file, else into a new one, so that a partial sweep does not
+    replace a full one.
 
     Args:
         kind: the folder below ``capabilities/data``: ``evidence`` or ``measured``.
         stem: what the record is about and its date, in any spelling.
-        output: the user's file (ends in ``suffix``) or folder. None: the data folder of a checkout that can be written
+        output: the user's file (ends in ``.json``) or folder. None: the data folder of a checkout that can be written
             to, else the working directory.
+        beside: the user's file is taken by another record of this run; a new one beside it is made.
 
     Raises:
-        ValueError: ``output`` is a file of another kind.
+        ValueError: ``output`` is a file of another kind, or cannot be written.
     """
-    if output is not None and _names_a_file(output, suffix):
-        return Path(output)
+    path, named = target(kind, stem, output)
+    if named and not beside:
+        write(path, text)
+        return path
+    path = _new(path)
+    try:
+        write(path, text)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def target(kind: str, stem: str, output: str | Path | None) -> tuple[Path, bool]:
+    """(the user's file, or the usual name in a folder; whether the user named it)."""
+    if output is not None and _names_a_file(output):
+        return Path(output), True
     folder = Path(output) if output is not None else default_folder(kind)
-    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
-    names = (f"{name}{'' if i == 1 else f'-{i}'}{suffix}" for i in range(1, 10_000))
-    return next(folder / n for n in names if not (folder / n).exists())
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', stem.lower()).strip('-')}.json", False
+
+
+def _new(path: Path) -> Path:
+    """An empty file of this name, or with a number behind it: made at once, so that no other process takes the name."""
+    names = (path.with_stem(f"{path.stem}-{i}") for i in range(2, 10_000))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for free in (path, *names):
+            with contextlib.suppress(FileExistsError):
+                free.touch(exist_ok=False)
+                return free
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    raise ValueError(f"cannot write {path}: 9999 files of this name are there; give --output another folder")
 
 
 def default_folder(kind: str) -> Path:
     return DATA_DIR / kind if in_checkout() and os.access(DATA_DIR, os.W_OK) else Path()
 
 
-def _names_a_file(output: str | Path, suffix: str) -> bool:
+def _names_a_file(output: str | Path) -> bool:
     path = Path(output)
     if path.is_dir() or str(output).endswith(os.sep):
         return False
-    if path.suffix not in ("", suffix):
-        raise ValueError(f"--output {output}: give a {suffix} file such as {path.with_suffix(suffix)}, or a folder")
-    return path.suffix == suffix
+    if path.suffix not in ("", ".json"):
+        raise ValueError(f"--output {output}: give a .json file such as {path.with_suffix('.json')}, or a folder")
+    return path.suffix == ".json"
 
 
 def check_target(kind: str, output: str | Path | None, *beside: str) -> None:
@@ -99,33 +130,32 @@ def check_target(kind: str, output: str | Path | None, *beside: str) -> None:
     Args:
         beside: suffixes of what is written next to the record.
     """
-    record = target(kind, "probe", output)
+    record, named = target(kind, "probe", output)
     for path in (record, *map(record.with_suffix, beside)):
         try:
             _try(path)
         except OSError as error:
-            named = output if output is not None and record != Path(output) else path
-            raise ValueError(f"cannot write {named}: {error.strerror}; give --output another file or folder") from error
+            said = path if named or output is None else output
+            raise ValueError(f"cannot write {said}: {error.strerror}; give --output another file or folder") from error
 
 
 def _try(path: Path) -> None:
     """What may be written is not what the mode bits say, for root above all."""
     if path.is_file():
-        with path.open("ab"):
-            return
-    if path.exists():
+        path.open("ab").close()
+    elif path.exists():
         raise OSError(errno.EINVAL, "not a regular file")
-    with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
+    with tempfile.TemporaryFile(dir=next(parent for parent in path.resolve().parents if parent.exists())):
         pass
 
 
 def write(path: Path, text: str) -> None:
-    """Raises ValueError where it cannot be written."""
+    """Whole or not at all, as `fixes.write`. Raises ValueError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    fixes.write(path, text.encode())
 
 
 def one_line(error: BaseException | str, limit: int = 400) -> str:

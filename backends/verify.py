@@ -18,20 +18,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mla_prefill.backends import KernelError
+from mla_prefill.backends import KernelError, trouble
 from mla_prefill.capabilities import tables
+from mla_prefill.capabilities.evidence import OPERATIONS
 from mla_prefill.capabilities.matrix import Cell, Matrix
 from mla_prefill.capabilities.model import MLADimensions
 from mla_prefill.selector.engine import decide
 from mla_prefill.selector.environment import NO_OVERRIDES, Environment, Overrides
 from mla_prefill.selector.request import Request
 
-#: operation -> what serving needs of a kernel for it.
-OPERATIONS = {"new_tokens": ("lse",), "context_chunk": ("lse", "context_chunk")}
 DTYPES = ("bfloat16", "float16", "float32")
 #: FlashInfer's first call in a process compiles for up to 110 s.
 TIMEOUT_S = 300.0
@@ -62,16 +62,19 @@ class Skipped(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What to verify; empty means everything."""
+    """What to verify or build; empty means everything."""
 
     kernels: Sequence[str] = ()
     dims: Sequence[MLADimensions] = ()
     dtypes: Sequence[str] = ()
 
-    def command(self) -> str:
+    def any_of(self, kernels: Iterable[str]) -> bool:
+        return not self.kernels or not set(self.kernels).isdisjoint(kernels)
+
+    def command(self, *first: str) -> str:
         given = [("--kernel", k) for k in self.kernels] + [("--dtype", d) for d in self.dtypes]
         given += [("--dims", ",".join(map(str, d))) for d in self.dims]
-        return " ".join(["mla-prefill verify", *(f"{option} {value}" for option, value in given)])
+        return " ".join(["mla-prefill verify", *first, *(f"{option} {value}" for option, value in given)])
 
 
 EVERYTHING = Wanted()
@@ -127,7 +130,14 @@ def _ruled_out(task: Task, matrix: Matrix, environment: Environment, backend: st
 
 
 class WorkerDied(Exception):
-    """The text says how: a status, a signal or a time limit, and the last thing on stderr."""
+    """The text says how: a status, a signal or a time limit, and the last thing on stderr.
+
+    ``outside``: something else ended it, which says nothing about the cell.
+    """
+
+    def __init__(self, how: str, outside: bool = False) -> None:
+        super().__init__(how)
+        self.outside = outside
 
 
 class Worker:
@@ -182,20 +192,21 @@ class Worker:
                 self.stop()
                 raise WorkerDied(f"no answer within {timeout_s:g} s") from None
             if line is None:
-                raise WorkerDied(self._how_it_ended())
+                raise self._how_it_ended()
             message: dict[str, Any] = json.loads(line)
             if name in message:
                 return message
             report(message.get("progress", ""))
 
-    def _how_it_ended(self) -> str:
+    def _how_it_ended(self) -> WorkerDied:
         status = self._process.wait()
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(said) if line.strip()), "")
-        how = f"signal {_signal_name(-status)}" if status < 0 else f"status {status}"
+        how = f"signal {trouble.signal_name(-status)}" if status < 0 else f"status {status}"
         self.stop()
-        return f"the process ended with {how}" + (f": {last[:400]}" if last else "")
+        outside = (status < 0 and -status not in trouble.OWN_SIGNALS) or trouble.told(last)
+        return WorkerDied(f"the process ended with {how}" + (f": {last[:400]}" if last else ""), outside)
 
     def stop(self) -> None:
         """Ends the process and what it started."""
@@ -207,13 +218,6 @@ class Worker:
             if file is not None:
                 with contextlib.suppress(BrokenPipeError):
                     file.close()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return str(number)
 
 
 # ---- the sweep --------------------------------------------------------------------------------------------------
@@ -297,16 +301,23 @@ class Sweep:
             result, healthy = worker.verify(task, self._timeout_s, lambda text: self._report(f"        {text}"))
         except WorkerDied as how:
             seconds = round(time.monotonic() - start, 2)
-            result, healthy = {"ok": False, "refusal": str(how), "seconds": seconds}, False
+            ok = None if how.outside else False
+            result, healthy = {"ok": ok, "refusal": str(how), "seconds": seconds}, False
         if not healthy:
             worker.stop()
         with self._lock:
             self.results[index] = result
             self._report(f"[{len(self.results)}/{len(self._todo)}] {task}: {outcome(result)}{self._remaining()}")
             if time.monotonic() - self._saved > SAVE_S:
-                self._saved = time.monotonic()
-                self._save()
+                self._save_so_far()
         return worker if healthy else None
+
+    def _save_so_far(self) -> None:
+        self._saved = time.monotonic()
+        try:
+            self._save()
+        except (OSError, ValueError) as error:  # the cells go on; the last save says so again
+            self._report(f"not saved yet: {error}")
 
     def _remaining(self) -> str:
         done, elapsed = len(self.results), time.monotonic() - self._start
@@ -353,8 +364,8 @@ def verify(
     Args:
         setup: where the workers find the same matrix: ``{"matrix": path or None, "extra": [...]}``.
         jobs: worker processes for each GPU.
-        save: gets the record of what is done every `SAVE_S` seconds and at the end, so that an end of the process
-            in between costs little.
+        save: gets the record of what is done every `SAVE_S` seconds, and where the sweep ends early; the whole record
+            is the caller's to save.
 
     Raises:
         KernelError: nothing could be run.
@@ -391,8 +402,13 @@ def verify(
         timeout_s,
         save=lambda: save(record()),
     )
-    sweep.run(gpus(matrix.architectures[arch].vendor != "cpu", jobs))
-    save(record())
+    try:
+        sweep.run(gpus(matrix.architectures[arch].vendor != "cpu", jobs))
+    except BaseException:  # no worker came up any more, or an interrupt
+        if sweep.results:
+            save(record())
+            report(f"{len(sweep.results)} of {len(todo)} cells were verified and are saved")
+        raise
     return record()
 
 
@@ -486,6 +502,17 @@ def all_built(record: dict[str, Any]) -> bool:
     return all(cell["ok"] is not False for cell in record["cells"] if cell["allowed"])
 
 
+def not_proven(built: Sequence[dict[str, Any]], arches: Sequence[str], kernels: Sequence[str]) -> Iterator[str]:
+    """What was asked for by name, or is allowed, and was neither built nor refused."""
+    cells = [cell for record in built for cell in record["cells"]]
+    for key, names in (("arch", arches), ("kernel", kernels)):
+        tried = {cell[key] for cell in cells if cell["ok"] is not None}
+        yield from (f"{name}: nothing was built or read for it" for name in dict.fromkeys(names) if name not in tried)
+    ended = Counter((c["kernel"], c["arch"], c["refusal"]) for c in cells if c["allowed"] and c["ok"] is None)
+    for (kernel, arch, how), count in ended.items():
+        yield f"{kernel} on {arch}, {count} allowed cells: {how}"
+
+
 def stem(record: dict[str, Any]) -> str:
     """The usual name of a record's file: ``run-nvidia-h200-2026-11-30``, ``built-fa4-2026-11-30``."""
     kernels = dict.fromkeys(cell["kernel"] for cell in record["cells"])
@@ -493,10 +520,8 @@ def stem(record: dict[str, Any]) -> str:
     return f"{record['level']} {about} {record['date']}"
 
 
-def written(record: dict[str, Any], output: str | Path | None) -> Path:
-    """Writes the record and says where."""
+def written(record: dict[str, Any], output: str | Path | None, *, beside: bool = False) -> Path:
+    """Writes the record and says where, as `records.keep` does."""
     from mla_prefill.backends import records
 
-    path = records.target("evidence", stem(record), output)
-    records.write(path, records.lined(record, "cells"))
-    return path
+    return records.keep("evidence", stem(record), records.lined(record, "cells"), output, beside=beside)

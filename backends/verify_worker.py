@@ -21,10 +21,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from mla_prefill.backends import KernelError, graphs, load, records
+from mla_prefill.backends import KernelError, graphs, load, records, trouble
 from mla_prefill.backends.base import PrefillAdapter, PrefillPlan
-from mla_prefill.backends.job import tolerance_of
 from mla_prefill.backends.reference import reference_attention
+from mla_prefill.capabilities.evidence import tolerance_of
 from mla_prefill.capabilities.load import load_matrix
 from mla_prefill.capabilities.matrix import Matrix
 from mla_prefill.capabilities.model import MLADimensions
@@ -97,8 +97,8 @@ class Batch:
 def verify_cell(decision: Decision, operation: str, report: Report) -> dict[str, Any]:
     """Runs one cell and says how it went.
 
-    ``ok`` is true (right in every run), false (refused, raised or wrong), or None: the kernel could not be loaded, so
-    nothing is known about the cell. ``refusal`` is the exact text.
+    ``ok`` is true (right in every run), false (refused, raised or wrong), or None: the kernel could not be loaded, or
+    the machine had trouble of its own, so nothing is known about the cell. ``refusal`` is the exact text.
     """
     start = time.perf_counter()
     try:
@@ -111,7 +111,7 @@ def verify_cell(decision: Decision, operation: str, report: Report) -> dict[str,
         result = _compare(Batch(adapter, operation), operation)
     except Exception as error:  # a kernel may raise anything; its text is what the record is for
         text = str(error) if isinstance(error, KernelError) else f"{type(error).__name__}: {error}"
-        result = {"ok": False, "refusal": records.one_line(text)}
+        result = {"ok": None if trouble.raised(error) else False, "refusal": records.one_line(text)}
     return {**result, "seconds": round(time.perf_counter() - start, 2)}
 
 
@@ -179,6 +179,8 @@ def _in_a_cuda_graph(batch: Batch, tolerance: float) -> bool | str:
         graph.replay()
         errors = _errors(answer, Tensors(*layer[:3], *batch.truth(*layer[:3])))
     except Exception as error:
+        if trouble.raised(error):
+            raise
         return records.one_line(error)
     if errors.wrong or not errors.out <= tolerance:
         return errors.wrong or f"wrong result after replay: the error of out is {errors.out:.2e}"

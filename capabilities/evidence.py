@@ -7,18 +7,20 @@ A record file (``data/evidence/*.json``, ``schema/evidence.schema.json``) is wri
                 "v": 128, "pad_v_to": null, "dtype": "bfloat16", "operation": "new_tokens", "allowed": true,
                 "ok": true, ...}]}
 
-``ok`` is true (built, or right against float32 math), false (``refusal`` says why), or null: it could not be tried.
+``ok`` is true (built, or right against float32 math), false (``refusal`` says why), or null: it could not be tried, or
+the machine failed and not the kernel.
 Records decide nothing: they are what `check` holds the matrix and the kernel sheet to, and the proof that answers show.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_prefill.capabilities import versions
-from mla_prefill.capabilities.model import MLADimensions
+from mla_prefill.capabilities.model import LseConvention, MLADimensions
 
 if TYPE_CHECKING:
     from mla_prefill.capabilities.matrix import Cell, Matrix, Offer
@@ -27,6 +29,30 @@ if TYPE_CHECKING:
 
 #: From weakest to strongest. ``contradicted``: a record shows a cell failing that the kernel sheet holds possible.
 LEVELS = ("source", "built", "run", "measured")
+
+#: operation -> what serving needs of a kernel for it.
+OPERATIONS = {"new_tokens": ("lse",), "context_chunk": ("lse", "context_chunk")}
+
+
+class Tolerance(NamedTuple):
+    """``out``: norm of the difference over the norm of the truth. ``lse``: the largest difference."""
+
+    out: float
+    lse: float
+
+
+#: One kernel call in bfloat16 reads about 2e-3 on a GPU (rounding of P and out); three merged ones a little more.
+TOLERANCES = {
+    "bfloat16": Tolerance(6e-3, 1e-4),
+    "float16": Tolerance(1e-3, 1e-4),
+    "float32": Tolerance(2e-5, 1e-4),
+}
+
+
+def tolerance_of(dtype: str, lse: LseConvention | None) -> Tolerance:
+    """What is right for a dtype and a kernel's LSE: one whose sum is of rounded probabilities is as exact as out."""
+    tolerance = TOLERANCES[dtype]
+    return tolerance._replace(lse=tolerance.out) if lse is not None and lse.rounded else tolerance
 
 
 class Item(NamedTuple):
@@ -53,10 +79,10 @@ def items(files: Iterable[SourceFile]) -> Iterator[Item]:
     """Every cell of every readable record; what cannot be read is left out here, and reported by `check`."""
     for source in files:
         try:
-            record = json.loads(source.raw)
+            record = read_json(source.raw)
         except (ValueError, RecursionError):
             continue
-        if not isinstance(record, dict) or not isinstance(record.get("packages", {}), dict):
+        if not isinstance(record, dict) or not are_versions(record.get("packages", {})):
             continue
         if record.get("level") in LEVELS and isinstance(record.get("cells"), list):
             for number, cell in enumerate(record["cells"]):
@@ -64,11 +90,31 @@ def items(files: Iterable[SourceFile]) -> Iterator[Item]:
                     yield Item(source, record, number, cell)
 
 
+def read_json(raw: bytes) -> Any:
+    """JSON without the NaN and Infinity that Python takes: no number compares with NaN.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a number of JSON")
+
+    return json.loads(raw, parse_constant=refuse)
+
+
+def are_versions(packages: Any) -> bool:
+    """Whether it maps names to texts, as ``packages`` of a record does."""
+    return isinstance(packages, dict) and all(isinstance(version, str) for version in packages.values())
+
+
 def _readable(cell: Any) -> bool:
     try:
         dims = MLADimensions(*cell["dims"])
         widths = (cell["qk"], cell["v"])
         named = isinstance(cell["kernel"], str) and isinstance(cell["arch"], str)
+        named = named and all(isinstance(cell.get(n), str | None) for n in ("provider", "dtype", "operation"))
+        named = named and all(isinstance(cell.get(n), float | int | None) for n in ("error", "lse_error"))
         return named and widths == (dims.qk_head_dim, dims.v_head_dim) and cell["ok"] in (True, False, None)
     except (KeyError, TypeError, ValueError):
         return False
@@ -96,14 +142,16 @@ def proofs(files: Iterable[SourceFile], profiles: Iterable[Profile], matrix: Mat
     for item in items(files):
         keys = _keys(item.cell["kernel"], item.cell["arch"], item.dims, item.cell.get("provider"))
         origin = _origin(item.cell.get("provider"), item.record.get("packages", {}), item.record.get("gpu"))
-        if item.cell["ok"] and is_offered(item, matrix):  # what an excluded version did proves nothing
+        # What an excluded version did proves nothing, nor does a result that is wrong by its own numbers.
+        if item.cell["ok"] and is_offered(item, matrix) and not wrong_result(item, matrix):
             found(keys, item.record["level"], origin, item.cell.get("dtype"))
         elif contradicts(item, matrix):
             failed.update(dict.fromkeys(keys, origin))
     for profile in profiles:
         for reading in profile.readings:
             cell = {"kernel": reading.kernel, "arch": profile.arch, "dims": reading.dims, "provider": reading.provider}
-            if not is_offered(Item(None, {"packages": profile.packages}, 0, cell | {"dtype": profile.dtype}), matrix):
+            cell |= {"dtype": profile.dtype, "operation": "new_tokens"}
+            if not is_offered(Item(None, {"packages": profile.packages}, 0, cell), matrix):
                 continue
             keys = _keys(reading.kernel, profile.arch, reading.dims, reading.provider)
             found(keys, "measured", _origin(reading.provider, profile.packages, profile.gpu), profile.dtype)
@@ -132,11 +180,14 @@ def contradicts(item: Item, matrix: Matrix) -> bool:
     return item.cell["ok"] is False and is_offered(item, matrix)
 
 
-def is_offered(item: Item, matrix: Matrix) -> bool:
-    """Whether the kernel sheet offers what the record is about: this package, in the version that it was run with."""
+def is_offered(item: Item, matrix: Matrix, *needs: str) -> bool:
+    """Whether the kernel sheet offers what the record is about: this package, in the version that it was run with,
+    with what the operation needs (and ``needs``).
+    """
     cell = cell_of(item, matrix)
     named = item.cell.get("provider")
-    return any(_offered(item, offer) for offer in (cell.offers if cell else ()) if named in (None, offer.distribution))
+    offers = (offer for offer in (cell.offers if cell else ()) if named in (None, offer.distribution))
+    return any(_offered(item, offer, needs) for offer in offers)
 
 
 def cell_of(item: Item, matrix: Matrix) -> Cell | None:
@@ -147,18 +198,27 @@ def cell_of(item: Item, matrix: Matrix) -> Cell | None:
     return next(cell for cell in matrix.cells(arch, item.dims) if cell.kernel.name == kernel)
 
 
-def _offered(item: Item, offer: Offer) -> bool:
+def _offered(item: Item, offer: Offer, more: Collection[str]) -> bool:
     """Whether this offer includes the cell: its dtype, and its package's version, not known to be bad."""
-    dtype, operation = item.cell.get("dtype"), item.cell.get("operation")
+    dtype, version = item.cell.get("dtype"), item.record.get("packages", {}).get(offer.distribution)
+    if version is None or not offer.installed.provides.issuperset(more):
+        return False  # of which version it is true nobody can say
     if dtype is not None and dtype not in offer.installed.dtypes:
         return False
-    version = item.record.get("packages", {}).get(offer.distribution)
-    if version is None:
-        return True
-    known_bad = any(
-        versions.contains(bad.version, version)
-        and (not bad.dtypes or dtype in bad.dtypes)
-        and (not bad.needs or operation in bad.needs)
-        for bad in offer.known_bad
-    )
-    return bool(versions.contains(offer.specifier, version)) and not known_bad
+    needs = {*OPERATIONS.get(item.cell.get("operation") or "", ()), *more}
+    bad = any(versions.contains(bad.version, version) and bad.matters(dtype, needs) for bad in offer.known_bad)
+    return bool(versions.contains(offer.specifier, version)) and not bad
+
+
+def wrong_result(item: Item, matrix: Matrix) -> str | None:
+    """Why a cell that was run and says ``ok`` is not right by its own numbers; None where it is."""
+    known = cell_of(item, matrix)
+    if item.record.get("level") != "run" or not item.cell["ok"] or known is None:
+        return None
+    dtype = item.cell.get("dtype")
+    limits = tolerance_of(dtype, known.kernel.lse) if dtype in TOLERANCES else Tolerance(math.inf, math.inf)
+    for name, most in (("error", limits.out), ("lse_error", limits.lse)):
+        found = item.cell.get(name)
+        if found is None or not 0 <= found <= most or found == math.inf:
+            return f"ok, though its {name} is {'not on record' if found is None else found}; at most {most:g} is right"
+    return None

@@ -160,7 +160,8 @@ ADVICE: dict[str, str] = {
     "X350": "Add a block to matrix.yaml, or mend the family's dims",
     "X351": "Add a row, or say why not under `not_allowed`",
     "X360": "Write it anew with `mla-prefill verify` or `bench`, or remove it",
-    "X361": "Remove the row or bound its versions with `requires`; or remove a record that is out of date",
+    "X361": "Remove the row or bound its versions with `requires`, or for a CUDA graph take `cuda_graph` out of what "
+    "the kernel provides; or remove a record that is out of date",
     "X362": "Correct the kernel's limits, with the record as their source",
     "X363": "Run `mla-prefill verify` again with a version that is offered, or remove the record",
     "X380": "Run `mla-prefill check --fix`",

@@ -70,12 +70,13 @@ def write(path: Path, content: bytes) -> None:
     """
     target = path.resolve()
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            file.write(content)
+        file = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)  # noqa: SIM115
         try:
+            with file:
+                file.write(content)
             os.chmod(file.name, target.stat().st_mode & 0o777 if target.exists() else 0o644)
             os.replace(file.name, target)
-        except OSError:
+        except BaseException:
             os.unlink(file.name)
             raise
     except OSError as error:  # it names the temporary file, which nobody asked for

@@ -12,17 +12,20 @@ between two CUDA events, launch included; ``graph_us`` a call inside a replayed 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mla_prefill.capabilities.evidence import are_versions, read_json
 from mla_prefill.capabilities.model import MLADimensions
 
 if TYPE_CHECKING:
     from mla_prefill.capabilities.source import SourceFile
+
+#: More sequences, tokens, heads or layers are a mistake; a batch is kept as a list of its lengths.
+MOST = 2**20
 
 
 class Shape(NamedTuple):
@@ -84,12 +87,12 @@ class Profile:
 
     def __init__(self, label: str, record: Mapping[str, Any]) -> None:
         self.label = label
-        self.gpu: str | None = record["gpu"]
-        self.arch: str = record["arch"]
-        self.dtype: str = record["dtype"]
-        self.date: str = record["date"]
-        self.layers: int = record["layers"]
-        self.packages: Mapping[str, str] = dict(record["packages"])
+        self.gpu: str | None = None if record["gpu"] is None else _text(record, "gpu")
+        self.arch, self.dtype, self.date = (_text(record, name) for name in ("arch", "dtype", "date"))
+        self.layers = _count(record["layers"], "layers")
+        self.packages: Mapping[str, str] = record["packages"]
+        if not are_versions(self.packages):
+            raise ValueError("packages must map names to versions, both as text")
         self.readings = tuple(map(_reading, record["readings"]))
 
     @cached_property
@@ -119,8 +122,8 @@ def read(label: str, raw: bytes) -> Profile:
         ValueError: it is not one.
     """
     try:
-        return Profile(label, json.loads(raw))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        return Profile(label, read_json(raw))
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{label} is not a timing profile ({type(error).__name__}: {error})") from None
     except ValueError as error:
         raise ValueError(f"{label} is not a timing profile: {error}") from None
@@ -136,19 +139,36 @@ def readable(files: Iterable[SourceFile]) -> Iterator[Profile]:
 def _reading(raw: Mapping[str, Any]) -> Reading:
     lengths = raw["lengths"]
     if isinstance(lengths, dict):
-        lengths = [lengths["length"]] * lengths["sequences"]
-    graph = raw["graph_us"]
-    times = [raw["eager_us"], *([] if graph is None else [graph])]
-    if not lengths or raw["heads"] < 1 or not all(0 < time < math.inf for time in times):
-        raise ValueError(f"a reading of {raw['kernel']} has no sequences, no heads, or a time that is none")
+        lengths = [lengths["length"]] * _count(lengths["sequences"], "sequences")
+    _count(len(lengths), "the number of lengths")
     return Reading(
         dims=MLADimensions(*raw["dims"]),
-        lengths=tuple(map(int, lengths)),
-        heads=int(raw["heads"]),
-        kernel=str(raw["kernel"]),
-        provider=str(raw["provider"]),
-        eager_us=float(raw["eager_us"]),
-        graph_us=None if graph is None else float(graph),
-        host_us=float(raw["host_us"]),
-        plan_us=float(raw["plan_us"]),
+        lengths=tuple(_count(length, "a length") for length in lengths),
+        heads=_count(raw["heads"], "heads"),
+        kernel=_text(raw, "kernel"),
+        provider=_text(raw, "provider"),
+        eager_us=_time(raw, "eager_us"),
+        graph_us=None if raw["graph_us"] is None else _time(raw, "graph_us"),
+        host_us=_time(raw, "host_us"),
+        plan_us=_time(raw, "plan_us"),
     )
+
+
+def _text(raw: Mapping[str, Any], name: str) -> str:
+    if not isinstance(raw[name], str):
+        raise ValueError(f"{name} must be text, got {str(raw[name])[:40]}")
+    return str(raw[name])
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 1 <= value <= MOST:
+        raise ValueError(f"{what} must be a whole number from 1 to {MOST}, got {str(value)[:40]}")
+    return value
+
+
+def _time(raw: Mapping[str, Any], name: str) -> float:
+    """Microseconds: of a call above 0; of planning and of the host it may be 0."""
+    time = raw[name]
+    if type(time) not in (int, float) or not 0 <= time < math.inf or (time == 0 and name in ("eager_us", "graph_us")):
+        raise ValueError(f"{name} of a reading of {raw['kernel']} is no time: {str(time)[:40]}")
+    return float(time)

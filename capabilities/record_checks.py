@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from mla_prefill.capabilities import evidence
+from mla_prefill.capabilities import evidence, profiles, versions
 from mla_prefill.capabilities.evidence import Item
 from mla_prefill.capabilities.findings import MAX_BYTES, Finding, nearest
 from mla_prefill.capabilities.load import Sources
 from mla_prefill.capabilities.matrix import Matrix
-from mla_prefill.capabilities.model import MLADimensions
+from mla_prefill.capabilities.model import DTYPES, MLADimensions
 from mla_prefill.capabilities.schema import validator
 from mla_prefill.capabilities.source import SourceFile
 
@@ -44,7 +44,7 @@ def _unreadable(source: SourceFile, kind: str, matrix: Matrix) -> Findings:
         yield source.finding((1, 1), "X360", f"larger than {MAX_BYTES // 2**20} MiB", again)
         return
     try:
-        record = json.loads(source.raw)
+        record = evidence.read_json(source.raw)
     except json.JSONDecodeError as error:
         yield source.finding((error.lineno, error.colno), "X360", f"not readable JSON: {error.msg}", again)
         return
@@ -62,11 +62,22 @@ def _unreadable(source: SourceFile, kind: str, matrix: Matrix) -> Findings:
     if wrong:
         return
     for path, what, name, known in _names(record, kind, matrix):
+        wrong = True
         mark = (_line(source, kind, path), 1)
         yield source.finding(mark, "X360", f"unknown {what} {name!r}", nearest(name, known))
     for number, entry in enumerate(record[LISTS[kind]]):
         if problem := _wrong_dims(entry):
+            wrong = True
             yield source.finding((_line(source, kind, [LISTS[kind], number]), 1), "X360", problem, again)
+    if wrong:
+        return
+    for number, problem in _no_versions(record[LISTS[kind]], record["packages"]):
+        yield source.finding((_line(source, kind, [LISTS[kind], number]), 1), "X360", problem, again)
+    if kind == "measured":
+        try:
+            profiles.read(source.label, source.raw)
+        except ValueError as error:
+            yield source.finding((1, 1), "X360", str(error), again)
 
 
 def _names(record: dict[str, Any], kind: str, matrix: Matrix) -> Iterator[tuple[list[Any], str, str, list[str]]]:
@@ -75,10 +86,17 @@ def _names(record: dict[str, Any], kind: str, matrix: Matrix) -> Iterator[tuple[
     if record.get("arch", arches[0]) not in arches:
         yield ["arch"], "architecture", record["arch"], arches
     for number, entry in enumerate(record[LISTS[kind]]):
+        at = [LISTS[kind], number]
         if entry["kernel"] not in kernels:
-            yield [LISTS[kind], number], "kernel", entry["kernel"], kernels
+            yield at, "kernel", entry["kernel"], kernels
+        elif (provider := entry.get("provider")) is not None:
+            known = [versions.canonical(p.distribution) for p in matrix.kernels[entry["kernel"]].providers]
+            if provider not in known:
+                yield at, f"provider of {entry['kernel']}", provider, known
         if entry.get("arch", arches[0]) not in arches:
-            yield [LISTS[kind], number], "architecture", entry["arch"], arches
+            yield at, "architecture", entry["arch"], arches
+        if entry.get("dtype", DTYPES[0]) not in DTYPES:
+            yield at, "dtype", entry["dtype"], list(DTYPES)
 
 
 def _wrong_dims(entry: dict[str, Any]) -> str | None:
@@ -90,6 +108,15 @@ def _wrong_dims(entry: dict[str, Any]) -> str | None:
     if widths == (dims.qk_head_dim, dims.v_head_dim):
         return None
     return f"{dims} has qk {dims.qk_head_dim} and v {dims.v_head_dim}, the entry says qk {widths[0]} and v {widths[1]}"
+
+
+def _no_versions(entries: list[dict[str, Any]], packages: dict[str, str]) -> Iterator[tuple[int, str]]:
+    """(the first entry, what is wrong) of each provider without a version: what is of no version proves nothing."""
+    first = {entry.get("provider"): number for number, entry in reversed(list(enumerate(entries)))}
+    for provider, number in first.items():
+        if provider is not None and not versions.contains("", packages.get(provider, "")):
+            said = f"{packages[provider]!r}, which is no version" if provider in packages else "none"
+            yield number, f"packages must have the version of {provider}, whose build this was; it has {said}"
 
 
 def _contradictions(item: Item, matrix: Matrix) -> Findings:
@@ -106,6 +133,8 @@ def _contradictions(item: Item, matrix: Matrix) -> Findings:
         else:
             hint = f"no row allows it, yet {cell.kernel.source} holds it possible"
             yield item.source.finding(mark, "X362", said, hint, severity="notice")
+    elif wrong := evidence.wrong_result(item, matrix):
+        yield item.source.finding(mark, "X360", f"{item} is {wrong}", "write it anew with mla-prefill verify")
     elif item.cell["ok"] and cell.fit is None:
         where = cell.limit.source if cell.limit else cell.kernel.source
         message = f"{item} is {item.record['level']}, though the kernel sheet says it cannot be"
@@ -113,14 +142,20 @@ def _contradictions(item: Item, matrix: Matrix) -> Findings:
     elif item.cell["ok"] and not evidence.is_offered(item, matrix):
         provider, dtype = item.cell.get("provider"), item.cell.get("dtype")
         mine = [o for o in cell.offers if o.distribution == provider and dtype in (None, *o.installed.dtypes)]
+        version = item.record.get("packages", {}).get(provider)
         ranges = [offer.distribution + offer.specifier for offer in mine]
-        if ranges:
+        # What went well with a version that is known to be bad has not gone stale.
+        if ranges and version and not any(versions.contains(offer.specifier, version) for offer in mine):
             message = f"{item} proves nothing any more: the kernel sheet offers {', '.join(ranges)}"
             yield item.source.finding(mark, "X363", message, "run mla-prefill verify again", severity="notice")
     graph = item.cell.get("cuda_graph")
-    if isinstance(graph, str) and "cuda_graph" in cell.candidate.provides:
+    if isinstance(graph, str) and evidence.is_offered(item, matrix, "cuda_graph"):
         message = f"{item} does not run in a CUDA graph: {graph}"
-        yield item.source.finding(mark, "X362", message, f"{cell.kernel.source} says it does", severity="notice")
+        hint = f"{cell.kernel.source} promises cuda_graph: take it out there, or add a known_bad entry with needs"
+        if cell.allowed:  # a request that needs it would get this
+            yield item.source.finding(mark, "X361", message, hint)
+        else:
+            yield item.source.finding(mark, "X362", message, hint, severity="notice")
 
 
 def _line(source: SourceFile, kind: str, path: list[Any]) -> int:

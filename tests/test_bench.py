@@ -63,6 +63,34 @@ def test_json_holds_the_profile_and_the_losses(capsys: pytest.CaptureFixture[str
     assert answer["skipped"] == []
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["two at once", "a full disk"])
+def test_nothing_that_was_timed_is_lost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails: bool
+) -> None:
+    """Another bench takes the usual name while this one runs; or each save fails."""
+    other = tmp_path / f"cpu-{bench.today()}.json"
+
+    def run(self: bench.Bench) -> bench.Result:
+        other.write_text("of the other", encoding="utf-8")
+        return real(self)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    real = bench.Bench.run
+    monkeypatch.setattr(bench.Bench, "run", run)
+    if fails:
+        monkeypatch.setattr("os.replace", full)
+    arguments = ["--quick", "--dims", "64,32,64", "--dims", "64,64,128", "--output", str(tmp_path)]
+    assert main(["bench", *arguments]) == (2 if fails else 0)
+    captured = capsys.readouterr()
+    assert "(64, 64, 128)  4x32" in captured.out
+    assert captured.err.count("not saved yet: cannot write") == (2 if fails else 0)
+    assert other.read_text(encoding="utf-8") == "of the other"
+    mine = {f"{other.stem}-2.json", f"{other.stem}-2.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {other.name, *(set() if fails else mine)}
+
+
 def test_a_budget_is_kept_and_what_it_cost_is_told(matrix: Matrix) -> None:
     here = Environment("cpu", {"torch": "2.11.0"})
     result = bench.Bench(matrix, here, bench.CPU_QUICK, budget_s=1e-6).run()

@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from mla_prefill.backends import binaries, build_worker, builds
 from mla_prefill.backends.binaries import Code, Entry, Function, Shipped
 from mla_prefill.backends.build_worker import Answer, Job
 from mla_prefill.backends.builds import FA4, FLASHINFER, Sweep
+from mla_prefill.backends.verify import Wanted
 from mla_prefill.capabilities import Matrix, MLADimensions
 from mla_prefill.capabilities.load import DATA_DIR
 from mla_prefill.capabilities.matrix import UnknownNameError
+from mla_prefill.cli import main
 
 DEEPSEEK = MLADimensions(128, 64, 128)
 GLM = MLADimensions(192, 64, 256)
@@ -192,7 +195,14 @@ def test_only_answers_are_read_from_a_child(line: str, value: object) -> None:
     [
         (1, "Timeout (0:05:00)!\nThread 0x1 (most recent call first):\n", None, "no answer within 300 s"),
         (-signal.SIGKILL, "", None, "SIGKILL"),  # out of memory, as a rule: not the kernel's doing
+        (-signal.SIGTERM, "", None, "SIGTERM"),
+        (-signal.SIGUSR1, "", None, "SIGUSR1"),
+        (-signal.SIGRTMIN - 1, "", None, "signal"),
         (-signal.SIGSEGV, "", False, "SIGSEGV"),
+        (-signal.SIGABRT, "", False, "SIGABRT"),
+        (-signal.SIGBUS, "", False, "SIGBUS"),
+        (-signal.SIGABRT, "terminate called\n  what():  std::bad_alloc\n", None, "SIGABRT"),
+        (1, "Traceback ...\nOSError: [Errno 28] No space left on device\n", None, "No space left"),
         (1, "Traceback ...\nImportError: undefined symbol: _ZN3c10\n\n", False, "ImportError: undefined symbol"),
         (3, "", False, "exit status 3: it wrote nothing"),
     ],
@@ -201,6 +211,26 @@ def test_how_a_child_ended(returncode: int, stderr: str, ok: bool | None, text: 
     answer = builds.how_it_ended(returncode, stderr, 300.0)
     assert answer.compiled is ok
     assert text in (answer.refusal or "")
+
+
+@pytest.mark.parametrize(
+    ("error", "compiled"),
+    [
+        (AssertionError("(192, 192) is not supported"), False),
+        (OSError(28, "No space left on device"), None),
+        (MemoryError(), None),
+        (torch.OutOfMemoryError("CUDA out of memory"), None),
+        (OSError("libnvvm.so: cannot open shared object file: No such file or directory"), False),
+    ],
+    ids=repr,
+)
+def test_trouble_of_the_machine_is_no_refusal(error: Exception, compiled: bool | None) -> None:
+    def compiler(job: Job) -> Answer:
+        raise error
+
+    answer = build_worker.attempt(compiler, Job(192, 128, "bfloat16", "new_tokens"))
+    assert answer.compiled is compiled
+    assert str(error) in (answer.refusal or "")
 
 
 #: A child of the real protocol that crashes on 192-wide V and hangs on 256-wide V.
@@ -321,6 +351,8 @@ class JitSpec:
         ("", True, None),
         ("echo 'prefill.cuh(10): error: static assertion failed' >&2; exit 2", False, "static assertion failed"),
         ("echo \"nvcc fatal   : Unsupported gpu architecture 'compute_107a'\" >&2; exit 1", None, "compute_107a"),
+        ("echo \"nvcc error   : 'cicc' died due to signal 9 (Kill signal)\" >&2; exit 9", None, "signal 9"),
+        ("echo 'Fatal error: error writing to /tmp/x.o: No space left on device' >&2; exit 1", None, "No space"),
         (
             "echo 'tensor_fill.h:52:10: fatal error: curand_kernel.h: No such file or directory' >&2; exit 1",
             None,
@@ -550,8 +582,151 @@ def test_trtllm_cells_are_asked_by_exact_widths_dtype_and_mask(matrix: Matrix) -
     assert found[DEEPSEEK, "float16", "new_tokens"] == (False, False)
     assert found[MLADimensions(64, 64, 128), "float16", "context_chunk"] == (True, False)
     assert found[GLM, "bfloat16", "new_tokens"] == (False, True)
+    narrow = Wanted(dims=[DEEPSEEK], dtypes=["bfloat16"])
+    some = binaries.cubin_cells(matrix, "0.6.13", [Code("sm_100f", False, both)], ["sm100", "sm103"], narrow)
+    assert {(c["arch"], tuple(c["dims"]), c["dtype"]) for c in some} == {
+        (arch, DEEPSEEK, "bfloat16") for arch in ("sm100", "sm103")
+    }
     older = binaries.cubin_cells(matrix, "0.6.11", [Code("sm_100f", False, both)], ["sm100"])
     assert GLM not in {tuple(c["dims"]) for c in older}  # 256-wide heads need 0.6.12
+
+
+def test_cubins_are_of_the_package_that_is_released_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"flashinfer-cubin": "0.6.13", "flashinfer-python": "0.7.4"}
+    monkeypatch.setattr(binaries, "installed", lambda names: {n: v for n, v in versions.items() if n in names})
+    assert binaries.cubin_packages() == {"flashinfer-cubin": "0.6.13", "flashinfer-python": "0.6.13"}
+    del versions["flashinfer-cubin"]
+    assert binaries.cubin_packages() == {}
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Answer, str], None]:
+    """compiler(answer, broken): FA4 4.0.0b36 that answers so, and does not start for one architecture; no binaries."""
+    monkeypatch.setattr(builds, "installed", lambda names: {n: "4.0.0b36" for n in names if n == "flash-attn-4"})
+    monkeypatch.setattr(binaries, "installed", lambda names: {})
+    monkeypatch.chdir(tmp_path)
+
+    def answering(answer: Answer, broken: str) -> None:
+        def run(sweep: Sweep, jobs: Sequence[Job], timeout: float) -> Iterator[Answer]:
+            if sweep.architecture.id == broken:
+                raise builds.CannotBuild("ImportError: boom")
+            return (answer for _ in jobs)
+
+        monkeypatch.setattr(Sweep, "_run_child", run)
+
+    return answering
+
+
+BUILD = ["verify", "--build-only", "--kernel", "fa4", "--output", "out.json"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "broken", "arguments", "code", "says"),
+    [
+        (Answer(True, 1.0), "", ["--arch", "sm90,sm100"], 0, ""),
+        (Answer(True, 1.0), "sm100", ["--arch", "sm90,sm100"], 1, "fa4 was not compiled for sm100: ImportError: boom"),
+        (Answer(True, 1.0), "sm100", [], 1, "fa4 was not compiled for sm100: ImportError: boom"),
+        (Answer(True, 1.0), "", ["--arch", "sm90,gfx942"], 1, "gfx942: nothing was built or read for it"),
+        (Answer(True, 1.0), "", ["--kernel", "fa2", "--arch", "sm90"], 1, "fa2: nothing was built or read for it"),
+        (Answer(None, 300.0, "no answer within 300 s"), "", ["--arch", "sm90"], 1, "fa4 on sm90, "),
+        (Answer(False, 1.0, "AssertionError: new rule"), "", ["--arch", "sm90"], 1, ""),
+        (Answer(True, 1.0), "sm90", ["--arch", "sm90"], 1, "nothing could be built"),
+    ],
+)
+def test_what_was_not_proven_is_told_and_exit_1(
+    compiler: Callable[[Answer, str], None],
+    capsys: pytest.CaptureFixture[str],
+    answer: Answer,
+    broken: str,
+    arguments: list[str],
+    code: int,
+    says: str,
+) -> None:
+    compiler(answer, broken)
+    assert main([*BUILD, *arguments]) == code
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mla-prefill: not proven: ")]
+    assert any(says in line for line in said) if says else not said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dims", "dtypes", "command"),
+    [
+        (["--dims", "96,32,64"], {(96, 32, 64)}, {"bfloat16", "float16"}, "--dims 96,32,64"),
+        (["--model", "deepseek_v3", "--dtype", "bf16"], {DEEPSEEK}, {"bfloat16"}, "--dtype bfloat16 --dims 128,64,128"),
+    ],
+)
+def test_a_build_is_narrowed_as_a_run_is(
+    compiler: Callable[[Answer, str], None],
+    tmp_path: Path,
+    arguments: list[str],
+    dims: set[tuple[int, ...]],
+    dtypes: set[str],
+    command: str,
+) -> None:
+    compiler(Answer(True, 1.0), "")
+    assert main([*BUILD, "--arch", "sm90", *arguments]) == 0
+    record = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert {tuple(cell["dims"]) for cell in record["cells"]} == dims
+    assert {cell["dtype"] for cell in record["cells"]} == dtypes
+    assert record["command"] == f"mla-prefill verify --build-only --arch sm90 --kernel fa4 {command}"
+
+
+def test_a_time_limit_holds_for_a_build(
+    compiler: Callable[[Answer, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def run(sweep: Sweep, jobs: Sequence[Job], timeout: float) -> Iterator[Answer]:
+        limits.append(timeout)
+        return (Answer(True, 1.0) for _ in jobs)
+
+    monkeypatch.setattr(Sweep, "_run_child", run)
+    assert main([*BUILD, "--arch", "sm90", "--timeout", "7"]) == 0
+    assert set(limits) == {7.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--jobs", "2"], "--jobs is for a run on GPUs"),
+        (
+            ["--kernel", "cudnn"],
+            "--build-only does not build cudnn, only fa4, flashinfer_fa2, flashinfer_fa3, fa2, fa3, trt",
+        ),
+        (["--kernel", "fa5"], "unknown kernel 'fa5'"),
+        (["--dtype", "bf15"], "unknown dtype 'bf15'"),
+    ],
+)
+def test_wrong_use_of_a_build_is_exit_2(
+    compiler: Callable[[Answer, str], None], capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main([*BUILD, *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["out.json", "folder"])
+def test_each_record_of_a_build_has_a_file_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], output: str
+) -> None:
+    def made(kernel: str, provider: str) -> dict[str, Any]:
+        dims = {"dims": [64, 64, 128], "qk": 128, "v": 128, "dtype": "bfloat16", "operation": "new_tokens"}
+        cell = {"kernel": kernel, "provider": provider, "arch": "sm90", **dims, "allowed": True, "ok": True}
+        return builds.record("mla-prefill verify --build-only", {provider: "1.0"}, [cell])
+
+    four = [made("fa4", "flash-attn-4"), made("flashinfer_fa2", "flashinfer-python"), made("fa2", "vllm")]
+    four.append(made("trtllm_ragged", "flashinfer-python"))
+    monkeypatch.setattr(builds, "prove", lambda *_: four)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out-2.json").write_text("an older one", encoding="utf-8")
+    assert main(["verify", "--build-only", "--output", output]) == 0
+    files = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("evidence: ")]
+    assert [json.loads(Path(file).read_text(encoding="utf-8"))["packages"] for file in files] == [
+        r["packages"] for r in four
+    ]
+    assert (tmp_path / "out-2.json").read_text(encoding="utf-8") == "an older one"
 
 
 # ---- what is committed -----------------------------------------------------------------------------------------------

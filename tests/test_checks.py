@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -114,7 +115,8 @@ def test_every_check_code_has_a_failing_example() -> None:
 
 RAN = {
     **{"kernel": "fa4", "provider": "flash-attn-4", "arch": "sm90", "dims": [128, 64, 128], "qk": 192, "v": 128},
-    **{"pad_v_to": None, "dtype": "bfloat16", "operation": "new_tokens", "allowed": True, "ok": True, "error": 2e-3},
+    **{"pad_v_to": None, "dtype": "bfloat16", "operation": "new_tokens", "allowed": True, "ok": True},
+    **{"error": 2e-3, "lse_error": 1e-6},
 }
 FAILED = {**RAN, "ok": False, "refusal": "CUDA error: an illegal memory access"}
 NO_ROW = {**FAILED, "arch": "sm120", "allowed": False}
@@ -152,11 +154,28 @@ RECORD_CASES: list[tuple[str, str, str, Any, str]] = [
     ("X360", "error", "measured", {**TIMED, "readings": [{**READING, "eager_us": 0}]}, "readings.0.eager_us: 0 is less than"),
     ("X360", "error", "measured", {**TIMED, "readings": [READING, {**READING, "kernel": "fa5"}]}, "unknown kernel 'fa5'"),
     ("X360", "error", "measured", {**TIMED, "readings": [READING], "gpu": 7}, "gpu: 7 is not of type"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**FAILED, "provider": "flash-attn-5"}]}, "unknown provider of fa4 'flash-attn-5' did you mean flash-attn-4?"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**FAILED, "provider": "torch"}]}, "unknown provider of fa4 'torch'"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**FAILED, "dtype": "bf16"}]}, "unknown dtype 'bf16'"),
+    ("X360", "error", "evidence", {**RUN, "packages": {"flash-attn-4": "beta"}, "cells": [FAILED] * 9}, "version of flash-attn-4, whose build this was; it has 'beta', which is no version"),
+    ("X360", "error", "evidence", {**RUN, "packages": {"torch": "2.11.0"}, "cells": [FAILED]}, "version of flash-attn-4, whose build this was; it has none"),
+    ("X360", "error", "evidence", {**RUN, "packages": {"flash-attn-4": 4}, "cells": [RAN]}, "packages.flash-attn-4: 4 is not of type 'string'"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "error": 0.5}]}, "ok, though its error is 0.5; at most 0.006 is right"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "error": None}]}, "ok, though its error is not on record"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "lse_error": 9.0}]}, "its lse_error is 9.0; at most 0.0001 is right"),
+    ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "error": math.nan}]}, "not readable JSON: NaN is not a number of JSON"),
+    ("X360", "error", "measured", {**TIMED, "layers": 0, "readings": [READING]}, "layers: 0 is less than the minimum of 1"),
+    ("X360", "error", "measured", {**TIMED, "layers": 2**60, "readings": [READING]}, "layers must be a whole number from 1 to"),
+    ("X360", "error", "measured", {**TIMED, "readings": [{**READING, "plan_us": -1}]}, "readings.0.plan_us: -1 is less than the minimum of 0"),
+    ("X360", "error", "measured", {**TIMED, "readings": [{**READING, "plan_us": math.nan}]}, "not readable JSON: NaN is not a number of JSON"),
+    ("X360", "error", "measured", {**TIMED, "gpu": ["NVIDIA H200"], "readings": [READING]}, "gpu: ['NVIDIA H200'] is not of type"),
+    ("X360", "error", "measured", {**TIMED, "packages": {}, "readings": [READING]}, "version of flash-attn-4, whose build this was; it has none"),
+    ("X361", "error", "evidence", {**RUN, "cells": [{**RAN, "cuda_graph": "capture failed"}]}, "not run in a CUDA graph: capture failed"),
     ("X361", "error", "evidence", {**RUN, "cells": [RAN, FAILED]}, "fa4 of flash-attn-4 4.0.0b36 for (128, 64, 128) bfloat16 new_tokens on sm90 failed: CUDA error"),
     ("X361", "error", "evidence", {**RUN, "level": "built", "cells": [{**FAILED, "provider": None}]}, "matrix.yaml:"),
     ("X362", "notice", "evidence", {**RUN, "cells": [NO_ROW]}, "no row allows it, yet"),
     ("X362", "notice", "evidence", {**RUN, "cells": [{**RAN, "dims": [256, 64, 256], "qk": 320, "v": 256}]}, "though the kernel sheet says it cannot be"),
-    ("X362", "notice", "evidence", {**RUN, "cells": [{**RAN, "cuda_graph": "capture failed"}]}, "not run in a CUDA graph: capture failed"),
+    ("X362", "notice", "evidence", {**RUN, "cells": [{**RAN, "arch": "sm120", "cuda_graph": "capture failed"}]}, "not run in a CUDA graph: capture failed"),
     ("X363", "notice", "evidence", {**RUN, "packages": {"flash-attn-4": "4.0.0b4"}, "cells": [RAN]}, "the kernel sheet offers flash-attn-4>=4.0.0b5"),
 ]  # fmt: skip
 
@@ -195,6 +214,8 @@ def test_each_rule_about_records_fails_when_it_should(
         (FAILED, {"flash-attn-4": "4.0.0b4"}, "source"),  # nor this version
         ({**FAILED, "operation": "context_chunk"}, {"flash-attn-4": "4.0.0b9"}, "source"),  # which is known to be bad
         (FAILED, {"flash-attn-4": "4.0.0b9"}, "contradicted"),
+        (RAN, {"torch": "2.11.0"}, "source"),  # of no version, so not of every version
+        (FAILED, {"flash-attn-4": "beta"}, "source"),
     ],
 )
 def test_only_what_the_sheet_holds_possible_is_contradicted(
@@ -220,6 +241,40 @@ def test_a_row_that_excludes_the_failing_version_is_not_contradicted(edited: Edi
     folder = edited("matrix.yaml", row, f'{row}, requires: ["flash-attn-4>=4.0.0b40"]')
     with_record(folder, "evidence", {**RUN, "cells": [FAILED]})
     assert not [f for f in findings_of(folder) if f.code in ("X361", "X362")]
+
+
+@pytest.mark.parametrize(("needs", "cell"), [("lse", FAILED), ("cuda_graph", {**RAN, "cuda_graph": "capture failed"})])
+def test_what_is_known_to_be_bad_for_a_need_is_not_contradicted(edited: Edit, needs: str, cell: dict[str, Any]) -> None:
+    old = 'version: "flash-attn-4>=4.0.0b5,<4.0.0b10"\n        needs: [context_chunk]'
+    folder = edited("kernels.yaml", old, f'version: "flash-attn-4>=4.0.0b5"\n        needs: [{needs}]')
+    with_record(folder, "evidence", {**RUN, "cells": [cell]})
+    assert not [f for f in findings_of(folder) if f.code in ("X361", "X362")]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        {**RAN, "provider": 4},
+        {**RAN, "dtype": ["bfloat16"]},
+        {**RAN, "operation": {}},
+        {**RAN, "arch": ["sm90"]},
+        {**RAN, "dims": [128, 64.0, 128]},
+        {**RAN, "error": "small"},
+        {**RAN, "error": True, "lse_error": [1]},
+        {**RAN, "cuda_graph": {}},
+    ],
+)
+@pytest.mark.parametrize("packages", [H200, {"flash-attn-4": 4}, {"flash-attn-4": None}, ["flash-attn-4"]])
+def test_an_odd_cell_is_reported_and_never_raises(data_folder: Path, cell: dict[str, Any], packages: object) -> None:
+    folder = with_record(data_folder, "evidence", {**RUN, "packages": packages, "cells": [cell]})
+    assert {f.code for f in findings_of(folder) if f.path.endswith("made.json")} == {"X360"}
+    load_matrix(folder)
+
+
+@pytest.mark.parametrize(("error", "proof"), [(2e-3, "run"), (0.5, "source"), (None, "source")])
+def test_a_wrong_result_proves_nothing(data_folder: Path, error: float | None, proof: str) -> None:
+    folder = with_record(data_folder, "evidence", {**RUN, "cells": [{**RAN, "error": error}]})
+    assert load_matrix(folder).proof("fa4", "sm90", MLADimensions(128, 64, 128)) == proof
 
 
 @pytest.mark.parametrize(

@@ -202,9 +202,22 @@ def test_an_unreadable_profile_is_no_profile(data_folder: Path, with_profiles: M
     (data_folder / "measured" / "1.json").write_text('{"gpu": "NVIDIA H200"}', encoding="utf-8")
     (data_folder / "measured" / "2.json").write_text("[", encoding="utf-8")
     for number, wrong in enumerate(
-        [{"eager_us": 0}, {"graph_us": -1}, {"lengths": []}, {"heads": 0}, {"dims": [1, 2]}]
+        [
+            *({"eager_us": 0}, {"eager_us": math.nan}, {"eager_us": 10**400}, {"eager_us": "30"}, {"graph_us": -1}),
+            *({"plan_us": -1e9}, {"plan_us": math.nan}, {"plan_us": None}, {"host_us": -1}, {"host_us": math.inf}),
+            *({"lengths": []}, {"lengths": [0]}, {"lengths": {"sequences": 10**8, "length": 1}}, {"lengths": 7}),
+            *({"heads": 0}, {"heads": True}, {"dims": [1, 2]}, {"kernel": ["fa4"]}, {"provider": None}),
+        ]
     ):
         text = json.dumps(record(readings=[{**record()["readings"][0], **wrong}]))
+        (data_folder / "measured" / f"wrong-reading-{number}.json").write_text(text, encoding="utf-8")
+    for number, wrong in enumerate(
+        [
+            *({"layers": 0}, {"layers": -1}, {"layers": 1.5}, {"layers": 10**400}, {"gpu": ["NVIDIA H200"]}),
+            *({"arch": None}, {"date": 2026}, {"dtype": []}, {"packages": ["torch"]}, {"packages": {"torch": 2}}),
+        ]
+    ):
+        text = json.dumps(record(**wrong))
         (data_folder / "measured" / f"wrong-{number}.json").write_text(text, encoding="utf-8")
     matrix = load_matrix(data_folder)
     assert [Path(profile.label).name for profile in matrix.profiles] == ["0.json"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,10 @@ import jsonschema
 import pytest
 import torch
 from mla_prefill import Environment, Overrides
-from mla_prefill.backends import KernelError, verify
-from mla_prefill.backends.records import lined, one_line, target
+from mla_prefill.backends import KernelError, torch_sdpa, verify
+from mla_prefill.backends.records import keep, lined, one_line
 from mla_prefill.backends.reference import reference_attention
-from mla_prefill.backends.verify_worker import Errors, Tensors, _errors
+from mla_prefill.backends.verify_worker import Errors, Tensors, _errors, decision_for, verify_cell
 from mla_prefill.capabilities import Matrix, MLADimensions, load_matrix
 from mla_prefill.capabilities.schema import SCHEMA_DIR
 from mla_prefill.cli import main
@@ -232,6 +235,56 @@ def test_a_crash_or_hang_of_one_cell_does_not_end_the_sweep(matrix: Matrix, work
     assert any("compiling" in line for line in said)
 
 
+@pytest.mark.parametrize(
+    ("end", "ok"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", False),  # by these a kernel ends its own process
+        ("os.kill(os.getpid(), signal.SIGABRT)", False),
+        ("os.kill(os.getpid(), signal.SIGBUS)", False),
+        ("os.kill(os.getpid(), signal.SIGKILL)", None),  # by these somebody else does: the system, out of memory
+        ("os.kill(os.getpid(), signal.SIGTERM)", None),
+        ("sys.exit('ValueError: no such width')", False),
+        ("sys.exit('OSError: [Errno 28] No space left on device')", None),
+    ],
+)
+def test_an_end_from_outside_says_nothing_about_the_cell(matrix: Matrix, end: str, ok: bool | None) -> None:
+    script = (
+        f'import os, signal, sys\nprint(\'{{"hello": {{"arch": "cpu"}}}}\', flush=True)\nsys.stdin.readline()\n{end}'
+    )
+    todo = planned(matrix, {"torch": "2.11.0"}, MINICPM, "cpu")[:1]
+    (result,) = verify.Sweep(todo, {"arch": "cpu"}, print, 10.0, [sys.executable, "-c", script]).run([None])
+    assert result["ok"] is ok
+
+
+@pytest.mark.parametrize(
+    ("error", "ok"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), None),
+        (RuntimeError("CUDA error: out of memory"), None),
+        (RuntimeError("Error Code: CUDA_ERROR_OUT_OF_MEMORY"), None),
+        (MemoryError(), None),
+        (OSError(28, "No space left on device"), None),
+        (FileNotFoundError(2, "No such file or directory", "nvcc"), None),
+        (OSError("libcute.so: cannot open shared object file: No such file or directory"), False),  # the package's own
+        (ImportError("undefined symbol: _ZN3c10"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+    ids=repr,
+)
+def test_trouble_of_the_machine_refutes_no_kernel(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch, error: Exception, ok: bool | None
+) -> None:
+    def attend(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch_sdpa, "_attend", attend)
+    cell = {"kernel": "torch_math", "provider": "torch", "dims": [64, 64, 128], "dtype": "bfloat16"}
+    result = verify_cell(decision_for(matrix, "cpu", cell), "new_tokens", print)
+    assert result["ok"] is ok
+    assert type(error).__name__ in result["refusal"]
+    assert not verify.all_fine({"cells": [{"allowed": True, **result}]})
+
+
 def test_a_process_that_an_error_has_spoiled_gets_no_further_cell(matrix: Matrix) -> None:
     todo = [task for task in planned(matrix, {"torch": "2.11.0"}, MINICPM, "cpu") if task.dtype != "bfloat16"][1:]
     results = verify.Sweep(todo, {"arch": "cpu"}, print, 5.0, [sys.executable, "-c", UNRULY]).run([None])
@@ -309,8 +362,46 @@ def test_what_is_done_is_saved_on_the_way(matrix: Matrix, monkeypatch: pytest.Mo
     saved: list[int] = []
     wanted = verify.Wanted(kernels=["torch_math"], dims=[MINICPM], dtypes=["float32"])
     record = verify.verify(matrix, Environment.detect(), wanted, save=lambda so_far: saved.append(len(so_far["cells"])))
-    assert saved == [1, 2, 2]
+    assert saved == [1, 2]
     assert len(record["cells"]) == 2
+
+
+def test_a_save_that_fails_on_the_way_costs_nothing(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(record: dict[str, Any]) -> None:
+        raise ValueError("cannot write x.json: No space left on device")
+
+    monkeypatch.setattr(verify, "SAVE_S", 0.0)
+    said: list[str] = []
+    wanted = verify.Wanted(kernels=["torch_math"], dims=[MINICPM], dtypes=["float32"])
+    record = verify.verify(matrix, Environment.detect(), wanted, report=said.append, save=full)
+    assert [cell["ok"] for cell in record["cells"]] == [True, True]
+    assert said.count("not saved yet: cannot write x.json: No space left on device") == 2
+
+
+def test_a_last_save_that_fails_is_exit_2_with_the_results(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert main(["verify", "--dims", "64,32,64", "--dtype", "bf16", "--output", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert "2 of 2 allowed cells are right on cpu" in captured.out
+    assert captured.err.splitlines()[-1].endswith(".json: No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_verified_before_an_early_end_is_saved(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(sweep: verify.Sweep, gpus: object) -> None:
+        sweep.results[0] = {"ok": True}
+        raise KernelError("cells could not be run: the GPU is gone")
+
+    monkeypatch.setattr(verify.Sweep, "run", run)
+    saved: list[int] = []
+    with pytest.raises(KernelError, match="the GPU is gone"):
+        verify.verify(matrix, Environment.detect(), save=lambda so_far: saved.append(len(so_far["cells"])))
+    assert saved == [1]
 
 
 def test_nothing_to_verify_is_a_negative_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,11 +420,48 @@ def test_a_record_has_a_line_for_each_cell() -> None:
 
 
 def test_a_record_never_replaces_another(tmp_path: Path) -> None:
-    first = target("evidence", "run NVIDIA H200 2026-11-30", tmp_path)
+    first = keep("evidence", "run NVIDIA H200 2026-11-30", "1", tmp_path)
     assert first == tmp_path / "run-nvidia-h200-2026-11-30.json"
-    first.touch()
-    assert target("evidence", "run NVIDIA H200 2026-11-30", tmp_path).name == "run-nvidia-h200-2026-11-30-2.json"
-    assert target("evidence", "anything", tmp_path / "mine.json") == tmp_path / "mine.json"
+    assert keep("evidence", "run NVIDIA H200 2026-11-30", "2", tmp_path).name == "run-nvidia-h200-2026-11-30-2.json"
+    assert first.read_text(encoding="utf-8") == "1"
+    mine = tmp_path / "Mine.json"
+    assert [keep("evidence", "anything", text, mine) for text in "34"] == [mine, mine]
+    assert keep("evidence", "anything", "5", mine, beside=True).name == "Mine-2.json"
+    assert mine.read_text(encoding="utf-8") == "4"
+
+
+def test_two_at_once_take_two_names(tmp_path: Path) -> None:
+    texts = [str(number) for number in range(50)]
+    with ThreadPoolExecutor(8) as pool:
+        kept = list(pool.map(lambda text: keep("measured", "cpu 2026-11-30", text, tmp_path / "new"), texts))
+    assert [path.read_text(encoding="utf-8") for path in kept] == texts
+
+
+@pytest.mark.parametrize("step", ["write", "replace"])
+def test_a_record_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    class FullDisk:
+        def __init__(self, **options: Any) -> None:
+            self.name = tempfile.mkstemp(dir=options["dir"])[1]
+
+        def __enter__(self) -> FullDisk:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        write = full
+
+    good = keep("evidence", "good", "good", tmp_path)
+    if step == "write":
+        monkeypatch.setattr(tempfile, "NamedTemporaryFile", FullDisk)
+    else:
+        monkeypatch.setattr(os, "replace", full)
+    for output in (good, tmp_path):
+        with pytest.raises(ValueError, match=r"cannot write \S+\.json: No space left on device"):
+            keep("evidence", "bad", "bad", output)
+    assert [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()] == ["good"]
 
 
 def test_long_errors_keep_both_ends() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_prefill.cli_options import (
@@ -18,6 +19,7 @@ from mla_prefill.cli_options import (
 
 if TYPE_CHECKING:
     from mla_prefill import Matrix
+    from mla_prefill.backends.verify import Wanted
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -34,15 +36,15 @@ def verify(options: argparse.Namespace) -> int:
     from mla_prefill.backends import records
 
     records.check_target("evidence", options.output)
+    wanted = sweep.Wanted(*cells(options, matrix), [dtype_name(d) for d in options.dtype or ()])
     if options.build_only:
-        return _build(options, matrix)
+        return _build(options, matrix, wanted)
     path = options.output
 
     def save(so_far: dict[str, Any]) -> None:
         nonlocal path
         path = sweep.written(so_far, path)  # the first time a name that is free, then the same file again
 
-    wanted = sweep.Wanted(*cells(options, matrix), [dtype_name(d) for d in options.dtype or ()])
     record = sweep.verify(
         matrix,
         Environment.detect(matrix.distributions),
@@ -54,26 +56,50 @@ def verify(options: argparse.Namespace) -> int:
         save=save,
     )
     print(json.dumps(record, indent=2) if options.format == "json" else sweep.table(record))
+    save(record)
     progress(f"evidence: {path}")
     return FINE if sweep.all_fine(record) else NEGATIVE
 
 
-def _build(options: argparse.Namespace, matrix: Matrix) -> int:
+def _build(options: argparse.Namespace, matrix: Matrix, wanted: Wanted) -> int:
     """Builds instead of runs; needs no GPU."""
     from mla_prefill.backends import builds
     from mla_prefill.backends import verify as sweep
 
+    if options.jobs is not None:
+        raise UsageError("--jobs is for a run on GPUs; --build-only compiles in as many processes as it may")
+    if cannot := [kernel for kernel in wanted.kernels if kernel not in builds.KERNELS]:
+        raise UsageError(f"--build-only does not build {', '.join(cannot)}, only {', '.join(builds.KERNELS)}")
     arches = [matrix.arch(arch) for given in options.arch or () for arch in given.split(",")] or None
-    proven = builds.prove(matrix, arches, progress)
+    missing: list[str] = []
+    proven = builds.prove(matrix, arches, progress, wanted, options.timeout, missing.append)
     if options.format == "json":
         print(json.dumps(proven, indent=2))
-    for record in proven:
-        if options.format == "text":
+    else:
+        for record in proven:
             print(sweep.build_table(record))
-        progress(f"evidence: {sweep.written(record, options.output)}")
+    _keep_all(proven, options.output)
     if not proven:
-        progress("mla-prefill: nothing could be built, and no installed binary could be asked")
-    return FINE if proven and all(map(sweep.all_built, proven)) else NEGATIVE
+        missing.append("nothing could be built, and no installed binary could be asked")
+    else:
+        missing += sweep.not_proven(proven, arches or (), wanted.kernels)
+    for text in missing:
+        progress(f"mla-prefill: not proven: {text}")
+    return NEGATIVE if missing or not all(map(sweep.all_built, proven)) else FINE
+
+
+def _keep_all(proven: list[dict[str, Any]], output: str | None) -> None:
+    """Each record in a file of its own; one that cannot be written costs no other."""
+    from mla_prefill.backends import verify as sweep
+
+    lost = []
+    for number, record in enumerate(proven):
+        try:
+            progress(f"evidence: {sweep.written(record, output, beside=number > 0)}")
+        except ValueError as error:
+            lost.append(str(error))
+    if lost:
+        raise UsageError("; ".join(lost))
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -90,7 +116,12 @@ def bench(options: argparse.Namespace) -> int:
     records.check_target("measured", options.output, ".svg")
     environment = Environment.detect(matrix.distributions)
     arch = matrix.architectures[matrix.arch(environment.arch)]
-    path = records.target("measured", f"{environment.device or arch.id} {timing.today()}", options.output)
+    path, stem = options.output, f"{environment.device or arch.id} {timing.today()}"
+
+    def save(so_far: dict[str, Any]) -> None:
+        nonlocal path
+        path = records.keep("measured", stem, records.lined(so_far, "readings"), path)  # as in verify
+
     result = timing.Bench(
         matrix,
         environment,
@@ -101,19 +132,21 @@ def bench(options: argparse.Namespace) -> int:
         budget_s=options.budget,
         command=timing.command(options.quick, options.layers, kernels, wanted),
         report=progress,
-        save=lambda profile: records.write(path, records.lined(profile, "readings")),
+        save=save,
     ).run()
     for text in result.skipped:
         progress(f"skipped: {text}")
     if not result.profile["readings"]:
         progress("mla-prefill: nothing could be timed")
         return NEGATIVE
-    profile = Profile(str(path), result.profile)
+    profile = Profile("this profile", result.profile)
     lost = timing.losses(profile, matrix, environment)
     if options.format == "json":
         print(json.dumps({"profile": result.profile, "skipped": result.skipped, "losses": timing.as_dicts(lost)}))
     else:
         print(timing.table(profile), timing.summary(profile, lost), sep="\n\n")
-    records.write(path.with_suffix(".svg"), plot.svg(profile))
-    progress(f"profile: {path}, plot: {path.with_suffix('.svg')}")
+    save(result.profile)
+    picture = Path(path).with_suffix(".svg")
+    records.write(picture, plot.svg(profile))
+    progress(f"profile: {path}, plot: {picture}")
     return FINE
