@@ -5,6 +5,7 @@ They run in `check` only. A load decides nothing by records, so it does not stop
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -52,13 +53,10 @@ def _unreadable(source: SourceFile, kind: str, matrix: Matrix) -> Findings:
         yield source.finding((1, 1), "X360", f"not readable JSON: {error}", again)
         return
     wrong = False
-    for refused in validator(kind).iter_errors(record):
+    for path, message, hint in _refused(source.raw, kind):
         wrong = True
-        path = list(refused.absolute_path)
         where = ".".join(map(str, path)) or "the top level"
-        mark = (_line(source, kind, path), 1)
-        hint = refused.schema.get("description", again)
-        yield source.finding(mark, "X360", f"{where}: {refused.message[:160]}", hint)
+        yield source.finding((_line(source, kind, path), 1), "X360", f"{where}: {message}", hint or again)
     if wrong:
         return
     for path, what, name, known in _names(record, kind, matrix):
@@ -78,6 +76,13 @@ def _unreadable(source: SourceFile, kind: str, matrix: Matrix) -> Findings:
             profiles.read(source.label, source.raw)
         except ValueError as error:
             yield source.finding((1, 1), "X360", str(error), again)
+
+
+@functools.lru_cache(maxsize=32)  # the same records are beside many sheets: of several files, revisions, proposals
+def _refused(raw: bytes, kind: str) -> list[tuple[list[Any], str, str | None]]:
+    """(path, message, what to do) of what the schema refuses in a record that can be read."""
+    refused = itertools.islice(validator(kind).iter_errors(evidence.read_json(raw)), MAX_FINDINGS)
+    return [(list(r.absolute_path), r.message[:160], r.schema.get("description")) for r in refused]
 
 
 def _names(record: dict[str, Any], kind: str, matrix: Matrix) -> Iterator[tuple[list[Any], str, str, list[str]]]:
@@ -161,14 +166,20 @@ def _contradictions(item: Item, matrix: Matrix) -> Findings:
 def _line(source: SourceFile, kind: str, path: list[Any]) -> int:
     """The line of an entry of the file's list; 1 for anything else."""
     key = LISTS[kind]
-    if len(path) < 2 or path[0] != key:
-        return 1
-    text = source.raw.decode("utf-8", "replace")
+    return _lines(source.raw, key)[path[1]] if len(path) > 1 and path[0] == key else 1
+
+
+@functools.lru_cache(maxsize=32)
+def _lines(raw: bytes, key: str) -> list[int]:
+    """The line of each entry of a list at the top level."""
+    text = raw.decode("utf-8", "replace")
     at = text.find("[", text.find(f'"{key}"')) + 1
-    decoder = json.JSONDecoder()
-    for number in range(path[1] + 1):
+    decoder, lines, line, counted = json.JSONDecoder(), [], 1, 0
+    while True:
         while text[at] in " \t\r\n,":
             at += 1
-        if number < path[1]:
-            _, at = decoder.raw_decode(text, at)
-    return text.count("\n", 0, at) + 1
+        if text[at] == "]":
+            return lines
+        line, counted = line + text.count("\n", counted, at), at
+        lines.append(line)
+        _, at = decoder.raw_decode(text, at)

@@ -232,4 +232,5 @@ class NoBackendError(LookupError):
             lines.append(f"  {verdict.candidate.kernel}: " + "; ".join(r.message for r in verdict.reasons))
         lines += decision._unasked_lines()
         lines += [f"  try: {hint.text}" for hint in decision.hints]
+        lines += [f"  note: {note}" for note in decision.notes]
         return "\n".join(lines)

@@ -218,10 +218,12 @@ def decide(request: Request, environment: Environment, matrix: Matrix) -> Decisi
     """`select` without cache and without raising: ``chosen`` is None where nothing is eligible."""
     require_types(request, environment, matrix)
     asked = _asked(request, environment, matrix)
+    notes: tuple[str, ...] = asked.notes
     try:
         arch = matrix.arch(environment.arch)
-    except UnknownNameError:
-        arch = environment.arch  # hardware newer than the matrix is no error: every kernel says it does not run there
+    except UnknownNameError as unknown:  # hardware newer than the matrix is no error: no kernel runs there yet
+        arch = environment.arch
+        notes += (str(unknown),)
     installed = environment.installed
     errors = dict(environment.import_errors)
     cells = matrix.cells(arch, request.dims)
@@ -234,11 +236,11 @@ def decide(request: Request, environment: Environment, matrix: Matrix) -> Decisi
     eligible = [verdict for verdict in weighed if not verdict.reasons]
     order = matrix.order_for(arch, request.dims)
     source = order.source if order else None
-    notes: tuple[str, ...] = ()
     if request.policy == "measured":
         from mla_prefill.selector import measured  # profiles are read only for who asks for them
 
-        eligible, source, notes = measured.ordered(eligible, request, environment, arch, matrix, source)
+        eligible, source, more = measured.ordered(eligible, request, environment, arch, matrix, source)
+        notes += more
     # The one exception to the order: what provides a preferred feature comes first, the most wanted feature deciding.
     eligible.sort(key=lambda verdict: [wish not in verdict.candidate.provides for wish in request.prefers])
     chosen = eligible[0].candidate if eligible else None
@@ -247,7 +249,6 @@ def decide(request: Request, environment: Environment, matrix: Matrix) -> Decisi
         reason = _lower(verdict.candidate, eligible[0].candidate, request, arch, source)
         verdicts.append(verdict._replace(verdict="eligible", reasons=(reason,)))
     verdicts += [verdict for verdict in weighed if verdict.reasons]
-    notes = (*asked.notes, *notes)
     return Decision(request, environment, arch, chosen, tuple(verdicts), asked.constraints, notes, matrix)
 
 

@@ -20,7 +20,7 @@ MISTRAL_SMALL_4 = MLADimensions(64, 64, 128)
 
 
 def decide(dims: MLADimensions = MISTRAL_SMALL_4, dtype: str = "bfloat16"):
-    return select(Request(dims, dtype=dtype), Environment(arch="cpu"))
+    return select(Request(dims, dtype=dtype), Environment("cpu", {"torch": torch.__version__}))
 
 
 @pytest.mark.parametrize("dtype", job.TOLERANCES)

@@ -196,6 +196,11 @@ def test_hints_begin_with_what_was_asked_for(
         assert hint.text.startswith(expected)
 
 
+def test_an_architecture_that_nobody_declared_is_told_with_the_nearest() -> None:
+    with pytest.raises(NoBackendError, match=r"note: unknown architecture 'smm90'; did you mean .*sm90"):
+        select(Request(DEEPSEEK), Environment("smm90"))
+
+
 def test_the_error_of_a_forced_backend_is_about_it() -> None:
     with pytest.raises(NoBackendError) as raised:
         select(Request(DEEPSEEK, backend="torch_efficient"), Environment("sm90", {}))

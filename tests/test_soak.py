@@ -6,6 +6,7 @@ A few seconds by default; SOAK_SECONDS=60 pytest tests/test_soak.py takes its ti
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import threading
@@ -97,6 +98,8 @@ def test_soak(data_folder: Path) -> None:
             number += 1
             (site.spoil if number % 3 == 0 else site.publish)(number)
             if number >= 3:
+                for environment, dims in itertools.product(described, DIMS):  # as much remembered at every level
+                    question(environment, dims)
                 gc.collect()
                 levels.append(tracemalloc.get_traced_memory()[0])
     finally:
