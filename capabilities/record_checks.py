@@ -174,7 +174,8 @@ def _lines(raw: bytes, key: str) -> list[int]:
     """The line of each entry of a list at the top level."""
     text = raw.decode("utf-8", "replace")
     at = text.find("[", text.find(f'"{key}"')) + 1
-    decoder, lines, line, counted = json.JSONDecoder(), [], 1, 0
+    decoder, line, counted = json.JSONDecoder(), 1, 0
+    lines: list[int] = []
     while True:
         while text[at] in " \t\r\n,":
             at += 1
