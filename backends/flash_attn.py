@@ -22,8 +22,7 @@ from mla_prefill.capabilities.versions import contains
 from torch import Tensor
 
 #: What parameters of FlashAttention's ops get besides the batch, by the names of their schemas. Optional ones are None.
-#: ``num_splits`` is 1 always: a split KV trips an assertion or costs the LSE its determinism (vllm-project/vllm#58075),
-#: and the ops' own default is 0, their heuristic.
+#: What the kernel sheet has as ``call`` comes on top.
 CONSTANTS = {
     "p_dropout": 0.0,
     "zero_tensors": False,
@@ -33,7 +32,6 @@ CONSTANTS = {
     "attention_chunk": 0,
     "softcap": 0.0,
     "is_rotary_interleaved": False,
-    "num_splits": 1,
     "sm_margin": 0,
     "cp_world_size": 1,
     "cp_rank": 0,
@@ -93,7 +91,10 @@ class _FlashAttention(PrefillAdapter):
         }
 
     def _registered(self, ops: dict[str, tuple[str, str, str]]) -> Entry:
-        return Entry.of_op(registered_op(self, ops[self.provider.distribution]), CONSTANTS, PER_CALL)
+        return Entry.of_op(registered_op(self, ops[self.provider.distribution]), self._constants(), PER_CALL)
+
+    def _constants(self) -> dict[str, Any]:
+        return CONSTANTS | dict(self.kernel.call)
 
     def _through(self, entry: Entry, batch: Batch, lse: int) -> Attention:
         call = entry.bound(**self._batch(batch), is_causal=batch.causal)
@@ -132,7 +133,7 @@ class FlashAttention2(_FlashAttention):
             self._call = partial(self._through_public, public)
         else:
             binding = self.import_module("flash_attn_2_cuda").varlen_fwd
-            arguments = {name: CONSTANTS.get(name) for name in form.parameters}
+            arguments = {name: self._constants().get(name) for name in form.parameters}
             self._call = partial(self._through, Entry(binding, arguments), lse=form.lse)
 
     def _through_public(self, public: Callable[..., Any], batch: Batch) -> Attention:
@@ -205,7 +206,7 @@ class FlashAttention4(_FlashAttention):
         run_every_operation(self, (16, 200, 1024), report)
 
     def _package(self, public: Callable[..., Any], batch: Batch) -> Attention:
-        call = partial(public, **self._batch(batch), causal=batch.causal, num_splits=1)
+        call = partial(public, **self._batch(batch), causal=batch.causal, **dict(self.kernel.call))
 
         def attention(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
@@ -216,7 +217,7 @@ class FlashAttention4(_FlashAttention):
         return attention
 
     def _vllm(self, public: Callable[..., Any], batch: Batch) -> Attention:
-        call = partial(public, **self._batch(batch), causal=batch.causal, num_splits=1, fa_version=4)
+        call = partial(public, **self._batch(batch), causal=batch.causal, fa_version=4, **dict(self.kernel.call))
 
         def attention(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool

@@ -483,6 +483,7 @@ def _kernel(name: str, raw: Mapping[str, Any]) -> Kernel:
         provides=frozenset(raw["provides"]),
         lse=LseConvention(str(lse["base"]), lse["layout"], lse["no_keys"], lse.get("rounded", False)) if lse else None,
         causal=raw["causal"],
+        call=tuple(raw.get("call", {}).items()),
         limits=tuple(map(_limit, raw["limits"])),
         known_bad=tuple(map(_known_bad, raw.get("known_bad", ()))),
         note=raw.get("note", ""),

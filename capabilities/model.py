@@ -230,6 +230,8 @@ class Kernel:
     provides: frozenset[str]
     lse: LseConvention | None
     causal: str
+    #: Arguments that its entry point always gets, where it takes them.
+    call: tuple[tuple[str, int | bool], ...]
     limits: tuple[Limit, ...]
     known_bad: tuple[KnownBad, ...]
     note: str

@@ -168,7 +168,8 @@ def _kernel(matrix: Matrix, kernel: Kernel) -> Iterator[str]:
     version = f"FlashAttention {kernel.fa_version}. " if kernel.fa_version else ""
     dtypes, provides = ", ".join(kernel.dtypes), ", ".join(sorted(kernel.provides))
     yield f"### {kernel.name}"
-    yield f"{version}From {providers}. Computes in {dtypes}; provides {provides}."
+    call = "".join(f" Always called with `{name}={value}`." for name, value in kernel.call)
+    yield f"{version}From {providers}. Computes in {dtypes}; provides {provides}.{call}"
     by_answers: dict[tuple[str, ...], list[str]] = {}
     for arch in kernel.arch:
         answers = tuple(_answer(matrix, kernel, arch, block) for block in matrix.blocks.values())

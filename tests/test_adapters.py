@@ -137,8 +137,9 @@ def test_equal_widths_are_never_padded(stage: Stage, case: Case, dims: MLADimens
 
 
 def test_split_kv_is_never_asked_for(stage: Stage) -> None:
-    """The ops' own default is a heuristic that asserts under load (vllm-project/vllm#58075)."""
-    assert flash_attn.CONSTANTS["num_splits"] == 1
+    """C07: the ops' own default is a heuristic that asserts under load (vllm-project/vllm#58075)."""
+    kernels = load_matrix().kernels
+    assert all(dict(kernels[name].call) == {"num_splits": 1} for name in ("fa2", "fa3", "fa4"))
     for (distribution, version), record in RECORDS.items():
         for name, schema in record.get("ops", {}).items():
             arguments = {argument.name: argument for argument in parsed(f"recorded::{schema}").arguments}

@@ -102,11 +102,17 @@ def batch(device: str) -> dict[str, Any]:
     return names | {"q": q, "k": k, "v": v}
 
 
+@pytest.fixture
+def _levels() -> Iterator[None]:
+    yield
+    logging.getLogger("mla_prefill").setLevel(logging.NOTSET)  # whatever a page sets
+
+
+@pytest.mark.usefixtures("_levels")
 @pytest.mark.parametrize("page", ["README.md", "docs/selecting.md", "docs/engine.md"])
 def test_python_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(logging.getLogger("mla_prefill"), "level", logging.NOTSET)  # restored, whatever a page sets
     config = json.dumps(str(ROOT / "tests" / "data" / "hf_configs" / "mistral_small_4.json"))
     names = batch("cpu")
     for block in blocks(page, "python"):
