@@ -228,8 +228,8 @@ class Matrix:
 
     @property
     def distributions(self) -> tuple[str, ...]:
-        """Every package whose version counts, in normalised spelling: those that provide a kernel, then others that
-        their speed hangs on.
+        """Every package whose version counts, in normalised spelling; those that provide a kernel come first, then
+        others that their speed hangs on.
         """
         providers = [provider for kernel in self.kernels.values() for provider in kernel.providers]
         names = [provider.distribution for provider in providers]
