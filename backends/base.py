@@ -391,12 +391,34 @@ def _lse_conversion(convention: LseConvention, batch: Batch) -> Callable[[Tensor
     scale = {"e": 1.0, "2": LN_2}[convention.base]
     if convention.layout == "heads_tokens":
         return None if scale == 1.0 else lambda lse: lse.mul_(scale)
-    if convention.layout == "tokens_heads":  # a contiguous result in one launch
+    # Contiguous results, in one launch.
+    if convention.layout == "tokens_heads":
+        if scale == 1.0:
+            return lambda lse: lse.t().contiguous()
         return lambda lse: torch.mul(lse.t(), scale, out=lse.new_empty(lse.shape[::-1]))
     if convention.layout == "batch_heads_padded":  # (sequences, heads, max_seqlen_q or more)
-        sequence, position = batch.sequence_of_row, batch.position_of_row
-        return lambda lse: lse[sequence, :, position].t().contiguous().mul_(scale)
+        packed = _packed_lse(batch)
+        return packed if scale == 1.0 else lambda lse: packed(lse).mul_(scale)
     raise ValueError(f"no such LSE layout: {convention.layout}")
+
+
+def _packed_lse(batch: Batch) -> Callable[[Tensor], Tensor]:
+    """(sequences, heads, padded length) to (heads, tokens)."""
+    if len(batch.starts_q) == 2:
+        tokens = batch.starts_q[-1]
+        return lambda lse: lse.squeeze(0) if lse.shape[2] == tokens else torch.narrow_copy(lse.squeeze(0), 1, 0, tokens)
+    sequence, position, index = batch.sequence_of_row, batch.position_of_row, None
+
+    def packed(lse: Tensor) -> Tensor:
+        nonlocal index
+        _, heads, padded = lse.shape
+        if index is None:
+            index = (sequence * (heads * padded) + position).expand(heads, -1)
+        # A head's rows begin `padded` after those of the one before, so counted from there a token's place is the same.
+        rows = lse.as_strided((heads, lse.numel() - (heads - 1) * padded), (padded, 1))
+        return rows.gather(1, index)
+
+    return packed
 
 
 # --- Loading. ---

@@ -50,24 +50,14 @@ class TorchEfficient(PrefillAdapter):
     def prepare(self, batch: Batch) -> Attention:
         op = torch.ops.aten._efficient_attention_forward.default
         scale, mask = self.softmax_scale, CAUSAL_BOTTOM_RIGHT if batch.causal else NO_MASK
+        # bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, custom_mask_type
+        lengths = (batch.max_seqlen_q, batch.max_seqlen_k)
+        ragged = (None, batch.cu_seqlens_q, batch.cu_seqlens_k, *lengths, 0.0, mask)
 
         def attention(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
         ) -> tuple[Tensor, Tensor | None]:
-            result, lse, *_ = op(
-                q.unsqueeze(0),
-                k.unsqueeze(0),
-                v.unsqueeze(0),
-                bias=None,
-                cu_seqlens_q=batch.cu_seqlens_q,
-                cu_seqlens_k=batch.cu_seqlens_k,
-                max_seqlen_q=batch.max_seqlen_q,
-                max_seqlen_k=batch.max_seqlen_k,
-                dropout_p=0.0,
-                custom_mask_type=mask,
-                compute_log_sumexp=return_lse,
-                scale=scale,
-            )
+            result, lse, *_ = op(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), *ragged, return_lse, scale=scale)
             return result.squeeze(0), lse if return_lse else None
 
         return attention

@@ -3,9 +3,10 @@
     python tests/record_signatures.py ARCHIVE...
 
 An archive is a wheel or sdist as an index has it (``pip download --no-deps``; an sdist whose metadata step needs torch
-is fetched by its link), named DISTRIBUTION-VERSION... Nothing in it is imported or run: Python is read with ``ast``,
-registered ops by the schema text in their binary or source, C++ bindings by their parameter list. What is read of
-which distribution stands in ``SOURCES``; each archive becomes ``data/signatures/DISTRIBUTION-VERSION.json``.
+is fetched by its link), named DISTRIBUTION-VERSION... Python is read with ``ast``, registered ops by the schema text in
+their binary or source, C++ bindings by their parameter list, and nothing is imported or run but the modules named under
+"imported": only they can tell what their compiled part takes (the wheel has to be for the Python that runs this). What is
+read of which distribution stands in ``SOURCES``; each archive becomes ``data/signatures/DISTRIBUTION-VERSION.json``.
 
 flash-attn-3 is an empty placeholder on PyPI and amd-aiter an old development version, so for these an archive of the
 repository at a commit was used, named by the commit::
@@ -19,8 +20,10 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +33,8 @@ DATA = Path(__file__).parent / "data" / "signatures"
 
 #: distribution -> what to read: "functions" of Python modules (file: names), "ops" (namespace::name: file that holds
 #: the schema text), "bindings" (C++ function: file, and the Python file and attribute that calls it), "lists" (the
-#: literals that a function puts into one of its variables: the arguments of a compiled function).
+#: literals that a function puts into one of its variables: the arguments of a compiled function), "imported" (the
+#: parameters of a module's callables, by signature or docstring; "new|old" where releases have them in two places).
 SOURCES: dict[str, dict[str, dict[str, Any]]] = {
     "flash-attn": {
         "functions": {"flash_attn/flash_attn_interface.py": ["flash_attn_varlen_func", "FlashAttnVarlenFunc.forward"]},
@@ -79,7 +83,30 @@ SOURCES: dict[str, dict[str, dict[str, Any]]] = {
             ]
         }
     },
-    "nvidia-cudnn-frontend": {"ops": {"cudnn::sdpa_fwd": "cudnn/sdpa/fwd/torch_op.py"}},
+    "nvidia-cudnn-frontend": {
+        "imported": {
+            "cudnn": [
+                "create_handle",
+                "set_stream",
+                "pygraph.__init__",
+                "pygraph.tensor",
+                "_compiled_module.backend_graph.sdpa|pygraph.sdpa",
+                "pygraph.validate",
+                "pygraph.build_operation_graph",
+                "pygraph.create_execution_plans",
+                "pygraph.check_support",
+                "pygraph.build_plans",
+                "pygraph.get_workspace_size",
+                "pygraph.execute",
+                "graph_types.Tensor.set_uid|tensor.set_uid",
+                "graph_types.Tensor.set_output|tensor.set_output",
+                "graph_types.Tensor.set_dim|tensor.set_dim",
+                "graph_types.Tensor.set_stride|tensor.set_stride",
+                "graph_types.Tensor.set_data_type|tensor.set_data_type",
+                "graph_types.Tensor.set_ragged_offset|tensor.set_ragged_offset",
+            ]
+        }
+    },
     "tokenspeed-mla": {
         "functions": {"tokenspeed_mla/mla_prefill.py": ["tokenspeed_mla_prefill", "warmup_compile_prefill"]}
     },
@@ -120,6 +147,8 @@ def record_archive(archive: Path) -> dict[str, Any]:
         literals = list(list_literals(find_function(ast.parse(read(file)), function), variable))
         if literals:
             record.setdefault("lists", {})[f"{function}:{variable}"] = literals
+    for module, callables in wanted.get("imported", {}).items():
+        record.setdefault("imported", {})[module] = imported(archive, module, callables)
     for binding, places in wanted.get("bindings", {}).items():
         (source, function), (caller, attribute) = places["source"], places["called_in"]
         passed, unpacked = call_of(ast.parse(read(caller)), attribute)
@@ -130,6 +159,40 @@ def record_archive(archive: Path) -> dict[str, Any]:
             "returns": unpacked,
         }
     return record
+
+
+#: Run in a process of its own, with the unpacked wheel before everything else: prints {name: parameters}.
+ASK = """
+import importlib, inspect, json, re, sys
+module, wanted = sys.argv[1], json.loads(sys.argv[2])
+module, answer = importlib.import_module(module), {}
+for places in wanted:
+    for place in places.split("|"):
+        found = module
+        for part in place.split("."):
+            found = getattr(found, part, None)
+        if found is not None:
+            break
+    text = found.__doc__ or ""
+    if inspect.isfunction(found):
+        parameters = list(inspect.signature(found).parameters)
+    elif first := re.search(r"(?m)^(?:1. )?\\w+\\((.*)\\) ->", text):  # pybind11; of overloads the first
+        parameters = re.findall(r"(?:^|, )(\\w+): ", first[1])
+    else:
+        parameters = ["self", *re.findall(r"(?m)^ +(\\w+) \\(", text.partition("Args:")[2])]
+    answer[places.split("|")[-1]] = parameters
+print(json.dumps(answer))
+"""
+
+
+def imported(archive: Path, module: str, callables: list[str]) -> dict[str, list[str]]:
+    """What the callables of a wheel's module take, by the names of their parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        zipfile.ZipFile(archive).extractall(folder)
+        ask = [sys.executable, "-c", ASK, module, json.dumps(callables)]
+        answer = subprocess.run(ask, env={"PYTHONPATH": folder}, check=True, capture_output=True, text=True)
+    parameters: dict[str, list[str]] = json.loads(answer.stdout)
+    return parameters
 
 
 def reader(archive: Path) -> Callable[[str], bytes]:

@@ -364,16 +364,109 @@ def trtllm(stage: Stage, record: dict[str, Any], calls: Calls) -> None:
 
 
 def cudnn_frontend(stage: Stage, record: dict[str, Any], calls: Calls) -> None:
-    def sdpa_fwd(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        if arguments["causal_bottom_right"] and not arguments["is_causal"]:
-            raise ValueError("causal_bottom_right only re-anchors an active diagonal band")
-        assert arguments["causal_bottom_right"] == arguments["is_causal"], "a top-left mask"
-        result = calls.attend(arguments)
-        lse = undefined(result, result.lse).t().contiguous().unsqueeze(-1)
-        return result.out, lse if arguments["return_lse"] else lse.new_empty(0)
+    """A graph that holds the tensors which it is executed with to what it was told of them when it was built."""
+    taken = record["imported"]["cudnn"]
+    steps = ("validate", "build_operation_graph", "create_execution_plans", "check_support", "build_plans")
 
-    stage.module(cudnn.OP[0])
-    stage.replace(cudnn, "OP", (cudnn.OP[0], *stage.op(record, "cudnn::sdpa_fwd", sdpa_fwd)))
+    class Described:
+        """A tensor of a graph."""
+
+        def __init__(self, **told: Any) -> None:
+            self.told = told
+
+        def __getattr__(self, setter: str) -> Callable[[Any], Described]:
+            assert len(taken[f"tensor.{setter}"]) == 2
+
+            def tell(value: Any) -> Described:
+                self.told[setter.removeprefix("set_")] = value
+                return self
+
+            return tell
+
+        def uids(self) -> set[int]:
+            return {self.told["uid"]} | (
+                {self.told["ragged_offset"].told["uid"]} if "ragged_offset" in self.told else set()
+            )
+
+    class Graph:
+        def __init__(self, **given: Any) -> None:
+            assert given.keys() <= set(taken["pygraph.__init__"])
+            self.done: list[str] = []
+            calls.all.append({"graph": self})
+
+        def tensor(self, **given: Any) -> Described:
+            assert given.keys() <= set(taken["pygraph.tensor"])
+            return Described(**given)
+
+        def sdpa(self, **given: Any) -> tuple[Described, Described]:
+            assert given.keys() <= set(taken["pygraph.sdpa"])
+            self.node, self.out, self.lse = given, Described(), Described()
+            return self.out, self.lse
+
+        def __getattr__(self, step: str) -> Callable[..., None]:
+            assert step in steps
+
+            def take(*given: Any) -> None:
+                assert len(given) == len(taken[f"pygraph.{step}"]) - 1 or step in (
+                    "create_execution_plans",
+                    "build_plans",
+                )
+                self.done.append(step)
+
+            return take
+
+        def get_workspace_size(self) -> int:
+            return 16
+
+        def execute(self, tensors: dict[int, Tensor], workspace: Tensor, *, handle: object) -> None:
+            assert {"workspace", "handle"} <= set(taken["pygraph.execute"])
+            assert tuple(self.done) == steps
+            assert workspace.numel() >= 16
+            node, outputs = self.node, [self.out, *([self.lse] if self.node["generate_stats"] else [])]
+            inputs = [value for value in node.values() if isinstance(value, Described)]
+            assert tensors.keys() == set().union(*(tensor.uids() for tensor in (*inputs, *outputs)))
+
+            def starts(tensor: Described, actual: Tensor) -> Tensor:
+                """cu_seqlens, from where a tensor's sequences begin, in elements."""
+                offsets, (token, head, width) = tensors[tensor.told["ragged_offset"].told["uid"]], actual.stride()
+                sequences, heads, longest, wide = tensor.told["dim"]
+                assert (offsets.dtype, offsets.shape) == (torch.int64, (sequences + 1, 1, 1, 1))
+                assert tensor.told["stride"][1:] == [head, token, width]
+                assert [heads, wide] == list(actual.shape[1:])
+                found = offsets.flatten() // token
+                assert torch.equal(found * token, offsets.flatten())
+                assert longest >= found.diff().max()
+                return found.int()
+
+            q, k, v, out = (tensors[t.told["uid"]] for t in (node["q"], node["k"], node["v"], self.out))
+            cu_q, cu_k = starts(node["q"], q), starts(node["k"], k)
+            assert torch.equal(cu_q, starts(self.out, out))
+            assert torch.equal(cu_k, starts(node["v"], v))
+            assert node["use_padding_mask"]
+            for cu, tensor in ((cu_q, node["seq_len_q"]), (cu_k, node["seq_len_kv"])):
+                lengths = tensors[tensor.told["uid"]]
+                assert lengths.dtype == torch.int32
+                assert torch.equal(lengths, cu.diff().view(-1, 1, 1, 1))
+            masks = {("top left", None): False, ("bottom right", 0): True}
+            causal = masks[node["diagonal_alignment"], node["diagonal_band_right_bound"]]
+            ragged = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "causal": causal, "softmax_scale": node["attn_scale"]}
+            result = calls.attend({"q": q, "k": k, "v": v, "out": out, **ragged})
+            lse = undefined(result, result.lse)
+            if node["generate_stats"]:
+                buffer = tensors[self.lse.told["uid"]]
+                assert torch.equal(cu_q, starts(self.lse, buffer.t().unsqueeze(-1)))
+                buffer.fill_(math.nan)[:, : len(q)] = lse
+
+    assert taken["create_handle"] == []
+    assert taken["set_stream"] == ["handle", "stream"]
+    stage.module(
+        "cudnn",
+        pygraph=Graph,
+        data_type=SimpleNamespace(BFLOAT16="bf16", HALF="fp16", FLOAT="fp32", INT32="int32", INT64="int64"),
+        diagonal_alignment=SimpleNamespace(TOP_LEFT="top left", BOTTOM_RIGHT="bottom right"),
+        heur_mode=SimpleNamespace(A="A", FALLBACK="fallback"),
+    )
+    stage.replace(cudnn.Cudnn, "_handle", lambda adapter: "a handle")
 
 
 def tokenspeed(stage: Stage, record: dict[str, Any], calls: Calls) -> None:

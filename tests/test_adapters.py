@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -9,13 +10,15 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from mla_prefill import Environment, MLADimensions, Request, load_matrix, select
-from mla_prefill.backends import ADAPTERS, KernelError, calls, flash_attn, load, planned_calls
+from mla_prefill.backends import ADAPTERS, KernelError, calls, cudnn, flash_attn, load, planned_calls
 from mla_prefill.backends.base import PrefillAdapter
 from mla_prefill.capabilities.model import LseConvention
 from mla_prefill.capabilities.versions import contains, split
@@ -266,6 +269,120 @@ def test_a_plan_that_would_overrun_cutlass_is_refused(stage: Stage) -> None:
     adapter.plan(cu_seqlens([tokens]), cu_seqlens([8]), tokens, 8, causal=False)
     with pytest.raises(KernelError, match="262145 query tokens in 2 or more batches"):
         adapter.plan(cu_seqlens([tokens + 1]), cu_seqlens([8]), tokens + 1, 8, causal=False)
+
+
+# --- cuDNN. ---
+
+CUDNN = Case("cudnn", "nvidia-cudnn-frontend", "1.32.0")
+
+
+def cudnn_adapter(stage: Stage) -> tuple[PrefillAdapter, Callable[[], int]]:
+    """The adapter, and how many graphs were built so far."""
+    recorded = install(stage, CUDNN)
+    return loaded("cudnn", "nvidia-cudnn-frontend"), lambda: sum("graph" in call for call in recorded.all)
+
+
+def test_batches_of_other_lengths_share_a_graph(stage: Stage) -> None:
+    """Building one takes 45 ms: lengths, and the tokens of an LSE, are rounded up to powers of two."""
+    adapter, built = cudnn_adapter(stage)
+    for lengths, graphs in (
+        ([100, 65], 1),
+        ([128, 7], 1),
+        ([66, 120], 1),
+        ([129, 1], 2),
+        ([100, 65, 1], 3),
+        ([64, 64], 4),
+    ):
+        batch = Ragged.random(adapter, lengths, causal=True)
+        got = batch.run(adapter)
+        assert_close(adapter, got, batch.truth(adapter))
+        assert got[1].is_contiguous()
+        assert built() == graphs, lengths
+    batch.plan(adapter).run(batch.q, batch.k, batch.v)
+    assert built() == 5, "without the LSE it is another graph"
+
+
+def test_a_plan_works_its_offsets_out_once(stage: Stage) -> None:
+    adapter, built = cudnn_adapter(stage)
+    batch = small_batch(adapter)
+    plan = batch.plan(adapter)
+    for _ in range(3):
+        plan.run(batch.q, batch.k, batch.v)
+    assert built() == 1
+    contiguous = plan.run(batch.q, batch.k, batch.v.contiguous())
+    assert built() == 2, "other strides of V are another graph"
+    assert torch.equal(contiguous, plan.run(batch.q, batch.k, batch.v))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+@pytest.mark.parametrize("wrong", ["pointer", "strides"])
+def test_what_cudnn_would_fault_on_is_copied(stage: Stage, name: str, wrong: str) -> None:
+    adapter, _ = cudnn_adapter(stage)
+    batch = small_batch(adapter)
+    given = {"q": batch.q, "k": batch.k, "v": batch.v, "out": torch.empty(49, 3, 128, dtype=torch.bfloat16)}
+    tokens, heads, width = given[name].shape
+    view = {
+        "pointer": torch.empty(tokens * heads * width + 1, dtype=torch.bfloat16)[1:].view(tokens, heads, width),
+        "strides": torch.empty(tokens, heads, width + 1, dtype=torch.bfloat16)[..., :width],
+    }[wrong]
+    given[name] = view.copy_(given[name]) if name != "out" else view
+    got, lse = batch.plan(adapter).run(**given, return_lse=True)
+    assert got is given["out"]
+    assert_close(adapter, (got, lse), batch.truth(adapter))
+
+
+def test_a_plan_is_not_bound_while_a_graph_is_captured(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it works out would be memory of the captured graph, not filled before that is replayed."""
+    adapter, built = cudnn_adapter(stage)
+    batch = small_batch(adapter)
+    plan = adapter.plan(batch.cu_q, batch.cu_k, 33, 50, causal=False)
+    plan.run(batch.q, batch.k, batch.v)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    plan.run(batch.q, batch.k, batch.v)
+    with pytest.raises(
+        KernelError, match="has to run a plan once, with tensors of these strides, before that is captured"
+    ):
+        plan.run(batch.q, batch.k, batch.v, return_lse=True)
+    assert built() == 1
+
+
+def test_each_thread_and_device_has_a_handle_on_its_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    handles, set_to, streams = iter("abc"), [], {0: 70, 1: 71}
+    frontend = SimpleNamespace(
+        create_handle=lambda: next(handles), set_stream=lambda *, handle, stream: set_to.append((handle, stream))
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.get, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(cudnn, "_handles", cudnn._Handles())
+    first, second = (SimpleNamespace(_cudnn=frontend, device=torch.device("cuda", index)) for index in (0, 1))
+    assert [cudnn.Cudnn._handle(adapter) for adapter in (first, second, first)] == ["a", "b", "a"]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(cudnn.Cudnn._handle, first).result() == "c"
+    streams[0] = 90
+    assert cudnn.Cudnn._handle(first) == "a"
+    assert set_to == [("a", 70), ("b", 71), ("c", 70), ("a", 90)], "once for each, and again where it changed"
+
+
+def test_the_real_frontend_takes_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It checks a graph before it needs cuDNN itself."""
+    frontend = pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    monkeypatch.setattr(cudnn.Cudnn, "_handle", lambda adapter: None)
+    checked = []
+
+    class Graph(frontend.pygraph):
+        def validate(self) -> None:
+            super().validate()
+            checked.append(self)
+            raise NotImplementedError
+
+    monkeypatch.setattr(frontend, "pygraph", Graph)
+    adapter = loaded("cudnn", "nvidia-cudnn-frontend")
+    layout = cudnn.Layout((576, 192, 1), (576, 192, 1), (768, 256, 1), (384, 128, 1), 256)
+    for causal in (True, False):
+        with pytest.raises(NotImplementedError):
+            adapter._build(2, 128, 128, causal, layout)
+    assert len(checked) == 2
 
 
 # --- TRT-LLM. ---

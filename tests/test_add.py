@@ -61,7 +61,7 @@ ANSWERS = [
     ((224, 32, 256), "fa4", "sm100", NATIVE, "", "flash-attn-4>=4.0.0b11"),
     ((224, 32, 256), "fa4", "sm110", HELD_BACK, "holds 256-wide heads back", "flash-attn-4>=4.0.0b15"),
     ((224, 32, 256), "fa4", "sm89", IMPOSSIBLE, "bytes of shared memory", ""),
-    ((224, 32, 256), "cudnn", "sm100", HELD_BACK, "256-wide heads need cuDNN 9.23", "nvidia-cudnn-frontend>=1.29"),
+    ((224, 32, 256), "cudnn", "sm100", HELD_BACK, "256-wide heads need cuDNN 9.23", "nvidia-cudnn-frontend>=1.18"),
     ((96, 96, 128), "tokenspeed_mla", "sm100", NATIVE, "", "tokenspeed-mla>=0.1.8"),
     ((96, 32, 128), "tokenspeed_mla", "sm100", HELD_BACK, "inferred from its self-test", "tokenspeed-mla>=0.1.8"),
     ((97, 32, 64), "fa2", "sm90", IMPOSSIBLE, "multiples of 8", ""),

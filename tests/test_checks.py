@@ -70,7 +70,7 @@ CASES = [
     ("X332", "kernels.yaml", 'version: ">=2.6.0"', 'version: ">=2.6..0"', "not a version range"),
     ("X340", "priorities.yaml", "order: [fa4, fa3, fa2, flashinfer_fa3", "order: [fa4, fa3, flashinfer_fa3", "fa2 runs on sm90 but is not in its order"),
     ("X341", "priorities.yaml", "order: [fa4, fa3, fa2", "order: [fa4, aiter, fa3, fa2", "aiter runs on none of"),
-    ("X341", "priorities.yaml", "order: [fa4, fa3, fa2, flashinfer_fa3, flashinfer_fa2", "order: [torch_math, fa4, fa3, fa2, flashinfer_fa3, flashinfer_fa2", "two places"),
+    ("X341", "priorities.yaml", "order: [fa4, fa3, fa2, flashinfer_fa3, cudnn", "order: [torch_math, fa4, fa3, fa2, flashinfer_fa3, cudnn", "two places"),
     ("X342", "priorities.yaml", "- arch: [sm90]", "- arch: [sm90, sm110]", "sm110 has a second order"),
     ("X343", "priorities.yaml", "order: [trtllm_ragged, fa4, flashinfer_cutlass", "order: [fa4, trtllm_ragged, flashinfer_cutlass", "is the same"),
     ("X344", "priorities.yaml", "  - arch: [sm110]\n    order", "  - {arch: [sm103], dims: [glm_4_7_flash], order: [trtllm_ragged], sources: [{kind: docs, ref: here}]}\n  - arch: [sm110]\n    order", "glm_4_7_flash on sm103 has a second order; the first is at"),

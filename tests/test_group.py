@@ -82,7 +82,7 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
     "alike": hopper(ALL),
     "described": lambda rank: ask(Environment("sm90")),
     "sm89 and sm120": lambda rank: ask(Environment("sm120" if rank % 2 else "sm89", FA2)),
-    # cudnn is third on sm100 and fifth on sm90, fa2 fourth and first.
+    # cudnn is third on both, fa2 fourth on sm100 and first on sm90.
     "sm100 and sm90": lambda rank: ask(Environment("sm90" if rank else "sm100", CUDNN)),
     # Both packages are everywhere, but each runs on one of the two.
     "sm86 and sm87": lambda rank: ask(
@@ -209,7 +209,7 @@ def test_all_ranks_get_the_same(name: str, outcomes: dict[str, list[dict[str, An
     [
         ("alike", ["fa3"]),
         ("sm89 and sm120", ["fa2"]),  # C55
-        ("sm100 and sm90", ["fa2"]),
+        ("sm100 and sm90", ["cudnn"]),
         ("one rank lacks FA3", ["fa2"]),
         ("a common second provider", ["fa3"]),
         ("disabled on one rank", ["fa2"]),

@@ -281,7 +281,7 @@ def test_overrides_force_pin_and_disable() -> None:
     assert kernel(decide(Request(DEEPSEEK), with_overrides(backend="TORCH_SDPA"), MATRIX)) == "torch_efficient"
     assert kernel(decide(Request(DEEPSEEK), with_overrides(fa_version=2), MATRIX)) == "fa2"
     disabled = decide(Request(DEEPSEEK), with_overrides(disable=("FLASH_ATTN", "flashinfer_fa3")), MATRIX)
-    assert kernel(disabled) == "flashinfer_fa2"
+    assert kernel(disabled) == "cudnn"
     assert codes(disabled, "fa3") == ["disabled-by-user"]
 
 

@@ -5,6 +5,9 @@ pytest -m gpu tests/benchmarks/test_host_cost_gpu.py
 
 from __future__ import annotations
 
+import functools
+import importlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -15,17 +18,18 @@ from mla_prefill import Environment, MLADimensions, Request, load, load_matrix
 from mla_prefill.selector import decide
 
 torch = pytest.importorskip("torch", reason="adapters compute with PyTorch")
+cudnn = pytest.importorskip("mla_prefill.backends.cudnn")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-TOKENS, HEADS, DIMS = 128, 16, MLADimensions(64, 64, 128)
+HEADS, DIMS = 16, MLADimensions(64, 64, 128)
 CALLS = 400
 Call = Callable[[Any, Any, Any], Any]
 
 
-def raw_fa2(plan: Any) -> Call:
+def raw_fa2(plan: Any, return_lse: bool) -> Call:
     op, b = torch.ops.aten._flash_attention_forward.default, plan.batch
     scale = plan.adapter.softmax_scale
 
@@ -36,7 +40,7 @@ def raw_fa2(plan: Any) -> Call:
     return call
 
 
-def raw_fa3(plan: Any) -> Call:
+def raw_fa3(plan: Any, return_lse: bool) -> Call:
     """The registered op with every argument in its place, as the package's own function calls it."""
     op, b = torch.ops.fa3_fwd.fwd.default, plan.batch
     given = {
@@ -52,51 +56,113 @@ def raw_fa3(plan: Any) -> Call:
     return lambda q, k, v: op(q, k, v, *after_v)
 
 
-def raw_fa4(plan: Any) -> Call:
+def raw_fa4(plan: Any, return_lse: bool) -> Call:
     """The compiled function itself, with the buffers that it needs."""
-    q, k, v = tensors()
-    plan.run(q, k, v, return_lse=True)
-    plan.run(q, k, v, return_lse=True)
-    [(function, rest, *_)] = planned_of(plan)
+    q, k, v = tensors(plan)
+    plan.run(q, k, v, return_lse=return_lse)
+    [known] = inside(plan._attention, dict)
+    [(function, rest, out_shape, lse_shape)] = known.values()
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        out = q.new_empty((TOKENS, HEADS, DIMS.v_head_dim))
-        lse = q.new_empty((HEADS, TOKENS), dtype=torch.float32)
+        out = q.new_empty(out_shape)
+        lse = q.new_empty(lse_shape, dtype=torch.float32) if return_lse else None
         function(q, k, v, out, lse, *rest)
         return out, lse
 
     return call
 
 
-def planned_of(plan: Any) -> list[Any]:
-    """The calls that a plan of FA4 repeats; empty where it fell back to the public function."""
-    cells = [cell.cell_contents for cell in plan._attention.__closure__ or ()]
-    return [call for cell in cells if isinstance(cell, dict) for call in cell.values() if call is not None]
+def raw_flashinfer(plan: Any, return_lse: bool) -> Call:
+    """The wrapper's ``run``, asked for the LSE as the adapter asks."""
+    [run] = inside(plan._attention, functools.partial)
+    return lambda q, k, v: run.func(q, k, v, return_lse=return_lse, **run.keywords)
 
 
-def tensors() -> tuple[Any, Any, Any]:
+def raw_cudnn(plan: Any, return_lse: bool) -> Call:
+    """The graph's ``execute``, with the buffers that it needs."""
+    q, k, v = tensors(plan)
+    plan.run(q, k, v, return_lse=return_lse)
+    [known] = inside(plan._attention, dict)
+    [bound] = known.values()
+    handle = plan.adapter._handle()
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        buffers = {cudnn.Q: q, cudnn.K: k, cudnn.V: v, cudnn.OUT: q.new_empty(bound.out)}
+        if return_lse:
+            buffers[cudnn.LSE] = q.new_empty(bound.lse, dtype=torch.float32)
+        scratch = q.new_empty(bound.workspace, dtype=torch.uint8)
+        bound.execute(bound.ragged | buffers, scratch, handle=handle)
+
+    return call
+
+
+def raw_cudnn_op(plan: Any, return_lse: bool) -> Call:
+    """The frontend's own PyTorch op, which the adapter does not call."""
+    importlib.import_module("cudnn.sdpa.fwd.torch_op")
+    op, b = torch.ops.cudnn.sdpa_fwd.default, plan.batch
+    ragged = (b.cu_seqlens_q, b.cu_seqlens_k, b.max_seqlen_q, b.max_seqlen_k)
+    after_v = (plan.adapter.softmax_scale, True, True, -1, -1, None, None, None, *ragged, return_lse)
+    return lambda q, k, v: op(q, k, v, *after_v)
+
+
+def raw_torch_efficient(plan: Any, return_lse: bool) -> Call:
+    op, b = torch.ops.aten._efficient_attention_forward.default, plan.batch
+    after_v = (None, b.cu_seqlens_q, b.cu_seqlens_k, b.max_seqlen_q, b.max_seqlen_k, 0.0, 2, return_lse)
+    scale = plan.adapter.softmax_scale
+    return lambda q, k, v: op(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), *after_v, scale=scale)
+
+
+def inside(function: Any, kind: type) -> list[Any]:
+    """What a plan's call and the calls inside it hold of a type."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    found = [content for content in cells if isinstance(content, kind)]
+    return found + [deeper for cell in cells if cell is not function for deeper in inside(cell, kind)]
+
+
+def tensors(plan: Any) -> tuple[Any, Any, Any]:
+    tokens = plan.batch.starts_q[-1]
+
     def randn(width: int) -> Any:
-        return torch.randn(TOKENS, HEADS, width, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(tokens, HEADS, width, device="cuda", dtype=torch.bfloat16)
 
     return randn(DIMS.qk_head_dim), randn(DIMS.qk_head_dim), randn(DIMS.qk_nope_head_dim + 128)[..., 64:]
 
 
-@pytest.mark.parametrize(("kernel", "raw"), [("fa2", raw_fa2), ("fa3", raw_fa3), ("fa4", raw_fa4)])
-def test_host_cost(kernel: str, raw: Callable[[Any], Call], report: Callable[..., None]) -> None:
-    """3 us over the raw op is the target."""
+RAW = [
+    ("fa2", raw_fa2),
+    ("fa3", raw_fa3),
+    ("fa4", raw_fa4),
+    ("cudnn", raw_cudnn),
+    ("cudnn", raw_cudnn_op),
+    ("torch_efficient", raw_torch_efficient),
+    *[(f"flashinfer_{name}", raw_flashinfer) for name in ("fa2", "fa3", "cudnn")],
+]
+
+
+@pytest.mark.parametrize("return_lse", [False, True], ids=["no LSE", "LSE"])
+@pytest.mark.parametrize("lengths", [[128], [100, 50]], ids=str)
+@pytest.mark.parametrize(("kernel", "raw"), RAW, ids=lambda value: getattr(value, "__name__", value))
+def test_host_cost(
+    kernel: str, raw: Callable[..., Call], lengths: list[int], return_lse: bool, report: Callable[..., None]
+) -> None:
+    """3 us over the raw op is the target. Bringing an LSE to (heads, tokens) takes a launch more, where it does."""
     matrix, environment = load_matrix(), Environment.detect()
     decision = decide(Request(DIMS, backend=kernel), environment, matrix)
     if decision.chosen is None:
         pytest.skip(f"{kernel} is not eligible here: {decision.one_line()}")
     with torch.inference_mode():
         adapter = load(decision, num_heads=HEADS, device="cuda")
-        cu_seqlens = torch.tensor([0, TOKENS], dtype=torch.int32, device="cuda")
-        plan = adapter.plan(cu_seqlens, cu_seqlens, TOKENS, TOKENS, causal=True)
-        direct, (q, k, v) = raw(plan), tensors()
-        costs = in_turn(lambda: direct(q, k, v), lambda: plan.run(q, k, v, return_lse=True))
-    for name, seconds in zip(("raw entry point", "adapter"), costs, strict=True):
-        report(f"{kernel}, {name}, host", seconds)
-    report(f"{kernel}, adapter over the raw entry point", costs[1] - costs[0], 3e-6)
+        starts = [0, *itertools.accumulate(lengths)]
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        plan = adapter.plan(cu_seqlens, cu_seqlens, max(lengths), max(lengths), causal=True)
+        q, k, v = tensors(plan)
+        plan.run(q, k, v, return_lse=return_lse)
+        direct = raw(plan, return_lse)
+        costs = in_turn(lambda: direct(q, k, v), lambda: plan.run(q, k, v, return_lse=return_lse))
+    what = f"{raw.__name__.removeprefix('raw_')} {lengths}{', LSE' if return_lse else ''}"
+    for name, seconds in zip(("raw", "adapter"), costs, strict=True):
+        report(f"{kernel} {what}, {name}", seconds)
+    report(f"{kernel} {what}, adapter over raw", costs[1] - costs[0], 3e-6)
 
 
 def in_turn(*calls: Callable[[], Any]) -> list[float]:

@@ -7,6 +7,7 @@ The profile was taken in another process, so this says what its choices are wort
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ def test_each_batch_by_its_fastest_kernel(report: Callable[..., None]) -> None:
     """
     from mla_prefill.backends import bench, graphs
 
-    matrix, here = load_matrix(), Environment.detect()
+    matrix, here = load_matrix(os.environ.get("MLA_PREFILL_MATRIX")), Environment.detect()
     profile = next((p for p in matrix.profiles if p.gpu == here.device), None)
     if profile is None:
         pytest.skip(f"no timing profile of {here.device}")
