@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +44,20 @@ CHILDREN = min(2, os.cpu_count() or 1)
 TIMEOUT = 300.0
 
 Report = Callable[[str], None]
+
+
+class Building(NamedTuple):
+    """How a build goes on.
+
+    ``report`` takes lines about progress, and about each source that could not be asked; ``wanted`` says which of the
+    cells, whose dims may be others than the matrix has; ``timeout`` is seconds for one compilation; ``failed`` takes a
+    line for each architecture for which the compiler did not start, beside ``report``.
+    """
+
+    report: Report
+    wanted: Wanted = EVERYTHING
+    timeout: float = TIMEOUT
+    failed: Report = lambda text: None
 
 
 class CannotBuild(Exception):
@@ -109,10 +123,8 @@ KERNELS = (*FA4.kernels, *FLASHINFER.kernels, *SHIPPED, TRTLLM)
 def prove(
     matrix: Matrix,
     arches: Sequence[str] | None,
-    report: Report,
-    wanted: Wanted = EVERYTHING,
-    timeout: float = TIMEOUT,
-    failed: Report = lambda text: None,
+    how: Building,
+    save: Callable[[list[dict[str, Any]]], object] = lambda records: None,
 ) -> list[dict[str, Any]]:
     """Evidence records of everything that this machine can prove without a GPU.
 
@@ -120,33 +132,34 @@ def prove(
         matrix: whose dims and kernel sheet are proven.
         arches: architecture ids, in any accepted spelling. None: every one that is declared, without FlashInfer's
             kernels, which take nvcc half a minute each.
-        report: takes lines about progress, and about each source that could not be asked.
-        wanted: which of the cells; dims may be others than the matrix has.
-        timeout: seconds for one compilation.
-        failed: takes a line for each architecture for which the compiler did not start, beside ``report``.
+        save: gets the records of what is done where it ends early, as by an interrupt.
 
     Raises:
         UnknownNameError: an architecture that nobody declared.
     """
     chosen = tuple(matrix.architectures if arches is None else dict.fromkeys(map(matrix.arch, arches)))
-    named = arches is not None
+    named, report, wanted = arches is not None, how.report, how.wanted
     command = wanted.command("--build-only", *([f"--arch {','.join(chosen)}"] if named else ()))
-    compiling = (report, wanted, timeout, failed)
-    sources: tuple[tuple[Iterable[str], dict[str, str], Callable[[], list[dict[str, Any]]]], ...] = (
-        (FA4.kernels, installed(FA4.packages), lambda: compiled_cells(matrix, FA4, chosen, *compiling)),
-        (
-            FLASHINFER.kernels,
-            installed(FLASHINFER.packages),
-            lambda: flashinfer_cells(matrix, chosen, named, *compiling),
-        ),
+    sources: tuple[tuple[Iterable[str], dict[str, str], Callable[[], Iterable[dict[str, Any]]]], ...] = (
+        (FA4.kernels, installed(FA4.packages), lambda: compiled_cells(matrix, FA4, chosen, how)),
+        (FLASHINFER.kernels, installed(FLASHINFER.packages), lambda: flashinfer_cells(matrix, chosen, named, how)),
         (SHIPPED, installed(binaries.PACKAGES), lambda: binaries.shipped_cells(matrix, chosen, report, wanted)),
         ([TRTLLM], binaries.cubin_packages(), lambda: binaries.trtllm_cells(matrix, chosen, report, wanted)),
     )
-    return [
-        record(command, packages, cells)
-        for kernels, packages, ask in sources
-        if wanted.any_of(kernels) and (cells := ask())
-    ]
+    proven: list[dict[str, Any]] = []
+    for kernels, packages, ask in sources:
+        if not wanted.any_of(kernels):
+            continue
+        cells: list[dict[str, Any]] = []
+        try:
+            cells.extend(ask())  # one by one: what came before an interrupt is kept
+        except BaseException:
+            if done := proven + ([record(command, packages, cells)] if cells else []):
+                save(done)
+            raise
+        if cells:
+            proven.append(record(command, packages, cells))
+    return proven
 
 
 def record(command: str, packages: dict[str, str], cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -164,23 +177,15 @@ def record(command: str, packages: dict[str, str], cells: list[dict[str, Any]]) 
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-def flashinfer_cells(
-    matrix: Matrix,
-    arches: Iterable[str],
-    named: bool,
-    report: Report,
-    wanted: Wanted = EVERYTHING,
-    timeout: float = TIMEOUT,
-    failed: Report = lambda text: None,
-) -> list[dict[str, Any]]:
+def flashinfer_cells(matrix: Matrix, arches: Iterable[str], named: bool, how: Building) -> Iterable[dict[str, Any]]:
     """FlashInfer's kernels, where somebody named the architectures and there is nvcc."""
     kernels = " and ".join(FLASHINFER.kernels)
     if not named:
-        report(f"{kernels} not compiled: name architectures with --arch, each takes minutes")
+        how.report(f"{kernels} not compiled: name architectures with --arch, each takes minutes")
     elif nvcc() is None:
-        report(f"{kernels} not compiled: there is no nvcc on the PATH, in CUDA_HOME or in /usr/local/cuda")
+        how.report(f"{kernels} not compiled: there is no nvcc on the PATH, in CUDA_HOME or in /usr/local/cuda")
     else:
-        return compiled_cells(matrix, FLASHINFER, arches, report, wanted, timeout, failed)
+        return compiled_cells(matrix, FLASHINFER, arches, how)
     return []
 
 
@@ -189,36 +194,37 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(f"{home}/bin" for home in homes if home))
 
 
-def compiled_cells(
-    matrix: Matrix,
-    builder: Builder,
-    arches: Iterable[str],
-    report: Report,
-    wanted: Wanted = EVERYTHING,
-    timeout: float = TIMEOUT,
-    failed: Report = lambda text: None,
-) -> list[dict[str, Any]]:
-    """A cell for each dims block, dtype and operation on each architecture that a sheet names for a kernel."""
+def compiled_cells(matrix: Matrix, builder: Builder, arches: Iterable[str], how: Building) -> Iterator[dict[str, Any]]:
+    """A cell for each dims block, dtype and operation on each architecture that a sheet names for a kernel.
+
+    What is done before an interrupt is yielded before it is raised.
+    """
     kernels, package = " and ".join(builder.kernels), builder.distribution
     version = installed((package,)).get(package)
     if version is None:
-        report(f"{kernels} not compiled: {package} is not installed (pip install {package})")
-        return []
+        how.report(f"{kernels} not compiled: {package} is not installed (pip install {package})")
+        return
     if not contains(builder.versions, version):
-        report(f"{kernels} not compiled: {package} {version} may need a GPU to build, {builder.versions} does not")
-        return []
+        how.report(f"{kernels} not compiled: {package} {version} may need a GPU to build, {builder.versions} does not")
+        return
     sweeps = [
         Sweep(builder, kernel, matrix.architectures[arch], plan)
         for kernel, arch in itertools.product(builder.kernels, arches)
-        if (plan := tuple(planned(matrix, builder, kernel, arch, version, wanted)))
+        if (plan := tuple(planned(matrix, builder, kernel, arch, version, how.wanted)))
     ]
+    answers: list[dict[Job, Answer]] = [{} for _ in sweeps]
+    interrupted: BaseException | None = None
     with ThreadPoolExecutor(CHILDREN) as pool:
         try:
-            done = pool.map(lambda sweep: sweep.cells(report, timeout, failed), sweeps)
-            return [cell for cells in done for cell in cells]
-        except BaseException:
+            for _ in pool.map(lambda sweep, into: sweep.compile(how, into), sweeps, answers):
+                pass
+        except BaseException as error:  # leaving the block waits for the children, which a Ctrl-C ends as well
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            interrupted = error
+    for sweep, found in zip(sweeps, answers, strict=True):
+        yield from sweep.cells(found)
+    if interrupted is not None:
+        raise interrupted
 
 
 def planned(
@@ -243,25 +249,23 @@ class Sweep(NamedTuple):
     architecture: Architecture
     plan: tuple[Entry, ...]
 
-    def cells(
-        self, report: Report, timeout: float = TIMEOUT, failed: Report = lambda text: None
-    ) -> list[dict[str, Any]]:
-        """Compiles. Where no child can start, that is told to both and there are no cells."""
+    def compile(self, how: Building, answers: dict[Job, Answer]) -> None:
+        """Compiles, into ``answers``. Where no child can start, that is told to both."""
         jobs = dict.fromkeys(map(job_of, self.plan))  # equal widths are one kernel, whatever their dims
-        answers: dict[Job, Answer] = {}
         try:
-            for job, answer in self.build(list(jobs), timeout):
+            for job, answer in self.build(list(jobs), how.timeout):
                 answers[job] = answer
                 outcome = f"not compiled: {answer.refusal}" if answer.refusal else f"compiled in {answer.seconds} s"
-                report(f"{self.architecture.id} {len(answers)}/{len(jobs)}: {self.kernel} {job} {outcome}")
+                how.report(f"{self.architecture.id} {len(answers)}/{len(jobs)}: {self.kernel} {job} {outcome}")
         except CannotBuild as error:
-            for tell in (report, failed):
+            for tell in (how.report, how.failed):
                 tell(f"{self.kernel} was not compiled for {self.architecture.id}: {error}")
-        return [
-            compiled_cell(self.architecture, entry, answers[job_of(entry)])
-            for entry in self.plan
-            if job_of(entry) in answers
-        ]
+
+    def cells(self, answers: Mapping[Job, Answer]) -> Iterator[dict[str, Any]]:
+        """What the answers prove."""
+        for entry in self.plan:
+            if (answer := answers.get(job_of(entry))) is not None:
+                yield compiled_cell(self.architecture, entry, answer)
 
     def build(self, jobs: Sequence[Job], timeout: float) -> Iterator[tuple[Job, Answer]]:
         """(job, answer) of each job in order. A child that dies or hangs costs the job it was at, and the next goes on.

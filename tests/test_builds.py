@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,7 +268,9 @@ def test_a_child_that_cannot_start_is_reported_and_proves_nothing(
     monkeypatch.setattr(builds, "child_command", lambda: broken)
     said: list[str] = []
     sweep = Sweep(FA4, "fa4", matrix.architectures["sm90"], (entry(matrix, "fa4", "sm90", DEEPSEEK),))
-    assert sweep.cells(said.append) == []
+    answers: dict[Job, Answer] = {}
+    sweep.compile(builds.Building(said.append), answers)
+    assert list(sweep.cells(answers)) == []
     assert len(said) == 1
     assert "fa4 was not compiled for sm90" in said[0]
     assert "libcute_dsl_runtime.so" in said[0]
@@ -279,10 +282,10 @@ def test_without_packages_each_source_says_why_it_was_not_asked(
     for module in (builds, binaries):
         monkeypatch.setattr(module, "installed", lambda names: {})
     said: list[str] = []
-    assert builds.prove(matrix, ["9.0"], said.append) == []
+    assert builds.prove(matrix, ["9.0"], builds.Building(said.append)) == []
     assert [text.split()[0] for text in said] == ["fa4", "flashinfer_fa2", "fa2", "trtllm_ragged"]
     with pytest.raises(UnknownNameError, match="sm90"):
-        builds.prove(matrix, ["sm91"], said.append)
+        builds.prove(matrix, ["sm91"], builds.Building(said.append))
 
 
 def is_installed(distribution: str) -> bool:
@@ -727,6 +730,27 @@ def test_each_record_of_a_build_has_a_file_of_its_own(
         r["packages"] for r in four
     ]
     assert (tmp_path / "out-2.json").read_text(encoding="utf-8") == "an older one"
+
+
+def test_an_interrupt_costs_what_is_not_done_yet(
+    compiler: Callable[[Answer, str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C reaches the children too, and is raised in the thread that waits for one."""
+    compiler(Answer(True, 1.0), "")
+
+    def run(sweep: Sweep, jobs: Sequence[Job], timeout: float) -> Iterator[Answer]:
+        yield Answer(True, 1.0)
+        if sweep.architecture.id == "sm100":
+            raise KeyboardInterrupt
+        yield from (Answer(True, 1.0) for _ in jobs[1:])
+
+    monkeypatch.setattr(builds, "CHILDREN", 1)
+    monkeypatch.setattr(Sweep, "_run_child", run)
+    assert main([*BUILD, "--arch", "sm90,sm100"]) == 130
+    cells = json.loads(Path("out.json").read_text(encoding="utf-8"))["cells"]
+    done = Counter(cell["arch"] for cell in cells)
+    assert done["sm90"] > done["sm100"] > 0
+    assert "evidence: " in capsys.readouterr().err
 
 
 # ---- what is committed -----------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def _build(proposal: Proposal, document: dict[str, Any]) -> list[dict[str, Any]]
         from mla_prefill.backends import builds
     except ImportError as error:
         raise NegativeAnswerError(f"--build needs PyTorch and flash-attn-4: {one_line(error)}") from None
-    records = builds.prove(Matrix({**document, "matrix": proposal.document()}), None, progress)
+    records = builds.prove(Matrix({**document, "matrix": proposal.document()}), None, builds.Building(progress))
     if not any(cell["kernel"] == "fa4" for record in records for cell in record["cells"]):
         raise NegativeAnswerError(
             "--build: flash-attn-4 built nothing here (see above); without --build it is added unproven"

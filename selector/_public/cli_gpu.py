@@ -72,7 +72,8 @@ def _build(options: argparse.Namespace, matrix: Matrix, wanted: Wanted) -> int:
         raise UsageError(f"--build-only does not build {', '.join(cannot)}, only {', '.join(builds.KERNELS)}")
     arches = [matrix.arch(arch) for given in options.arch or () for arch in given.split(",")] or None
     missing: list[str] = []
-    proven = builds.prove(matrix, arches, progress, wanted, options.timeout, missing.append)
+    how = builds.Building(progress, wanted, options.timeout, missing.append)
+    proven = builds.prove(matrix, arches, how, lambda so_far: _keep_all(so_far, options.output))
     if options.format == "json":
         print(json.dumps(proven, indent=2))
     else:
