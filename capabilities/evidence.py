@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,7 +92,7 @@ def items(files: Iterable[SourceFile]) -> Iterator[Item]:
 
 
 def read_json(raw: bytes) -> Any:
-    """JSON without the NaN and Infinity that Python takes: no number compares with NaN.
+    """JSON without what Python takes besides: NaN and Infinity, which nothing compares with, and a key given twice.
 
     Raises:
         ValueError: it is not JSON.
@@ -100,7 +101,14 @@ def read_json(raw: bytes) -> Any:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not a number of JSON")
 
-    return json.loads(raw, parse_constant=refuse)
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"the key {twice!r} occurs twice in one object")
+        return found
+
+    return json.loads(raw, parse_constant=refuse, object_pairs_hook=once)
 
 
 def are_versions(packages: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mla_prefill.capabilities.matrix import Cell, Matrix
@@ -11,12 +13,25 @@ from mla_prefill.capabilities.matrix import Cell, Matrix
 PROOF_SIGNS = {"source": "", **{level: f" ({level})" for level in ("built", "run", "measured", "contradicted")}}
 
 
-def columns(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:
-    """Aligned columns for a terminal."""
+def columns(rows: Iterable[Sequence[object]], header: Sequence[str], width: int | None = None) -> str:
+    """Aligned columns for a terminal; where ``width`` is less, what stands in the last one is broken after commas."""
     table = [list(map(str, row)) for row in (header, *rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+    if width is not None:
+        widths[-1] = min(widths[-1], max(len(header[-1]), width - sum(widths[:-1]) - 2 * len(widths[:-1])))
+    lines = [line for row in table for line in _lines(row, widths)]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """A row, in as many lines as its last cell needs."""
+    parts = [row[-1]]
+    if len(row[-1]) > widths[-1]:
+        kept = re.sub("(?<!,) ", "\xa0", row[-1])  # breaks at no other space
+        parts = [part.replace("\xa0", " ") for part in textwrap.wrap(kept, widths[-1], break_on_hyphens=False)]
+    for number, part in enumerate(parts):
+        cells = (*row[:-1], part) if number == 0 else (*[""] * (len(row) - 1), part)
+        yield "  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip()
 
 
 def markdown(rows: Iterable[Sequence[object]], header: Sequence[str]) -> str:

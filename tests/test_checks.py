@@ -164,6 +164,8 @@ RECORD_CASES: list[tuple[str, str, str, Any, str]] = [
     ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "error": None}]}, "ok, though its error is not on record"),
     ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "lse_error": 9.0}]}, "its lse_error is 9.0; at most 0.0001 is right"),
     ("X360", "error", "evidence", {**RUN, "cells": [{**RAN, "error": math.nan}]}, "not readable JSON: NaN is not a number of JSON"),
+    ("X360", "error", "evidence", '{"cells": [{"ok": true, "ok": false}]}', "the key 'ok' occurs twice in one object"),
+    ("X360", "error", "measured", '{"date": "2026-11-30", "date": "2026-11-29"}', "the key 'date' occurs twice in one object"),
     ("X360", "error", "measured", {**TIMED, "layers": 0, "readings": [READING]}, "layers: 0 is less than the minimum of 1"),
     ("X360", "error", "measured", {**TIMED, "layers": 2**60, "readings": [READING]}, "layers must be a whole number from 1 to"),
     ("X360", "error", "measured", {**TIMED, "readings": [{**READING, "plan_us": -1}]}, "readings.0.plan_us: -1 is less than the minimum of 0"),

@@ -443,6 +443,24 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(data["cells"]) > 300
 
 
+def test_a_table_fits_the_terminal_and_is_whole_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("table", "--arch", "sm90", "--model", "deepseek_v3")
+    _, piped, _ = call(capsys, *arguments)
+    whole = piped.splitlines()
+    monkeypatch.setattr("mla_prefill.cli._Stdout.isatty", lambda stream: True)
+    for width in (80, 100, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        _, out, _ = call(capsys, *arguments)
+        lines = out.splitlines()
+        assert max(map(len, lines)) <= width < len(whole[2])
+        assert " ".join(" ".join(lines[2:]).split()) == " ".join(whole[2].split())
+        assert any("fa2 (V to 192) (measured)," in line for line in lines), "broken elsewhere than after a comma"
+    monkeypatch.setenv("COLUMNS", "10")
+    assert "allowed kernels, best first" in call(capsys, *arguments)[1], "not narrower than its header"
+
+
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     code, data = answer(capsys, "env")
     assert (code, data["variable_errors"]) == (0, {})

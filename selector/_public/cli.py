@@ -107,6 +107,9 @@ class _Stdout(io.TextIOBase):
     def flush(self) -> None:
         self._do(lambda stream: stream.flush())
 
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
     def _do(self, act: Callable[[TextIO], object]) -> None:
         if self._stream is None:
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -130,9 +132,13 @@ def table(options: argparse.Namespace) -> int:
             raise UsageError(f"unknown dims block {name!r}; {nearest(name, matrix.blocks)}")
     if options.format == "json":
         print(json.dumps(tables.as_json(matrix, arches, blocks), indent=2))
+        return FINE
+    rows = tables.support_rows(matrix, arches, blocks)
+    if options.format == "text":
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(tables.columns(rows, tables.HEADER, width))
     else:
-        draw = tables.columns if options.format == "text" else tables.markdown
-        print(draw(tables.support_rows(matrix, arches, blocks), tables.HEADER))
+        print(tables.markdown(rows, tables.HEADER))
     return FINE
 
 
