@@ -61,9 +61,10 @@ class Cudnn(PrefillAdapter):
     """cuDNN's fused attention; a graph also says where the LSE goes, so it comes as (heads, tokens).
 
     Building a graph takes 45 ms, a second where cuDNN compiles a kernel for it. Lengths are only bounds in it, and
-    longer ones cost nothing (H200, 18 batches: 0.94 to 1.06 of the time), so they are rounded up to powers of two: few
-    graphs serve all batches. Empty sequences, to round their number too, would cost up to 9 %. The tokens of an LSE are
-    a stride in the graph, so they are rounded as well; what is returned is a copy, but where that changed nothing.
+    longer ones cost nothing (H200, 16 batches: 0.93 to 1.07 of the time), so they are rounded up to powers of two, and
+    batches of as many sequences share graphs. Empty sequences, to round their number too, would cost up to 9 %. The
+    tokens of an LSE are a stride in the graph, so they are rounded as well; what is returned is a copy, but where that
+    changed nothing.
 
     A plan works the offsets out in its first run, since only then the strides of V are known. So it is run once before
     it is captured in a CUDA graph, and kept as long as that is.
@@ -72,7 +73,7 @@ class Cudnn(PrefillAdapter):
     def load_kernel(self) -> None:
         self._cudnn = self.import_module("cudnn")
         self._io = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}[self.dtype]
-        self._graph = lru_cache(GRAPHS)(self._build)
+        self._graph, self._building = lru_cache(GRAPHS)(self._build), threading.Lock()
 
     def prepare(self, batch: Batch) -> Attention:
         bound: dict[tuple[Any, ...], Bound] = {}
@@ -107,8 +108,10 @@ class Cudnn(PrefillAdapter):
 
     def _bind(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool) -> Bound:
         """The graph for a batch and such tensors, and where in each of them the sequences begin."""
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise self.error("has to run a plan once, with tensors of these strides, before that is captured")
+        self._check_not_capturing()
+        for name, tensor in {"q": q, "k": k, "v": v, "out": q if out is None else out}.items():
+            if (tensor.dtype, tensor.device) != (self.dtype, self.device):  # the graph is given pointers alone
+                raise self.error(f"was given {name} in {tensor.dtype} on {tensor.device}")
         tokens, heads, width = len(q), self.num_heads, self.dims.v_head_dim
         columns = power_of_two(tokens) if return_lse else None
         of_out = (heads * width, width, 1) if out is None else out.stride()
@@ -125,7 +128,11 @@ class Cudnn(PrefillAdapter):
         if columns is not None:
             ragged[STARTS_LSE] = starts_q
         bounds = (power_of_two(batch.max_seqlen_q), power_of_two(batch.max_seqlen_k))
-        graph = self._graph(len(starts_q) - 1, *bounds, batch.causal, layout)
+        try:
+            with self._building:  # else threads build the same graph side by side
+                graph = self._graph(len(starts_q) - 1, *bounds, batch.causal, layout)
+        except Exception as error:
+            raise self.error("refused the batch", error) from error
         return Bound(
             graph.execute,
             {uid: tensor.view(-1, 1, 1, 1) for uid, tensor in ragged.items()},
@@ -178,14 +185,19 @@ class Cudnn(PrefillAdapter):
         graph.build_plans()
         return graph
 
+    def _check_not_capturing(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise self.error("has to run a plan once, in this thread and with such tensors, before that is captured")
+
     def _handle(self) -> Any:
         """This thread's handle, on the current stream."""
         index = self.device.index
-        # torch.cuda.current_stream would make a Stream first: 4 us on a host that executes the graph in 24.
+        # torch.cuda.current_stream would make a Stream first: over 4 us on a host that executes the graph in 24.
         stream = torch._C._cuda_getCurrentRawStream(index)
         handle, set_to = _handles.on.get(index, (None, None))
         if set_to != stream:  # cuDNN asks the driver several things each time that it is set
             if handle is None:
+                self._check_not_capturing()
                 with torch.cuda.device(self.device):
                     handle = self._cudnn.create_handle()
             self._cudnn.set_stream(handle=handle, stream=stream)

@@ -9,6 +9,7 @@ adapter that passes here calls its kernel as the package wants it, and reads the
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import keyword
 import math
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from mla_prefill.backends import cudnn, flash_attn, trtllm_ragged
+from mla_prefill.backends import cudnn, flash_attn, torch_sdpa, trtllm_ragged
 from mla_prefill.backends.reference import reference_attention
 from packaging.version import Version
 from torch import Tensor
@@ -432,6 +433,9 @@ def cudnn_frontend(stage: Stage, record: dict[str, Any], calls: Calls) -> None:
                 sequences, heads, longest, wide = tensor.told["dim"]
                 assert (offsets.dtype, offsets.shape) == (torch.int64, (sequences + 1, 1, 1, 1))
                 assert tensor.told["stride"][1:] == [head, token, width]
+                if actual.dtype != torch.float32:  # it would fault
+                    assert actual.data_ptr() % 16 == token * 2 % 16 == head * 2 % 16 == 0
+                    assert width == 1
                 assert [heads, wide] == list(actual.shape[1:])
                 found = offsets.flatten() // token
                 assert torch.equal(found * token, offsets.flatten())
@@ -469,6 +473,25 @@ def cudnn_frontend(stage: Stage, record: dict[str, Any], calls: Calls) -> None:
     stage.replace(cudnn.Cudnn, "_handle", lambda adapter: "a handle")
 
 
+def torch_efficient(stage: Stage, record: dict[str, Any], calls: Calls) -> None:
+    """PyTorch's own op, whose adapter asks for a GPU."""
+
+    def forward(arguments: dict[str, Any]) -> tuple[Any, ...]:
+        assert arguments["bias"] is None
+        masks = {0: False, 2: True}  # CausalVariant: 1 is top-left
+        given = {name: arguments[name].squeeze(0) for name in ("query", "key", "value")}
+        result = calls.attend({**arguments, **given, "causal": masks[arguments["custom_mask_type"]], "out": None})
+        starts, longest = arguments["cu_seqlens_q"].tolist(), -(-arguments["max_seqlen_q"] // 32) * 32
+        lse = torch.full((len(starts) - 1, result.lse.shape[0], longest), math.nan)
+        for row, (start, end) in zip(lse, itertools.pairwise(starts), strict=True):
+            row[:, : end - start] = undefined(result, result.lse)[:, start:end]
+        lse = lse if arguments["compute_log_sumexp"] else lse.new_empty(0)
+        return result.out.unsqueeze(0), lse, lse.new_empty(0), lse.new_empty(0), 0, 0
+
+    stage.replace(torch_sdpa.TorchEfficient, "load_kernel", lambda adapter: setattr(adapter, "writes_out", False))
+    stage.aten("_efficient_attention_forward", forward)
+
+
 def tokenspeed(stage: Stage, record: dict[str, Any], calls: Calls) -> None:
     def prefill(arguments: dict[str, Any]) -> Any:
         for name in ("query", "key", "value"):
@@ -496,6 +519,7 @@ PACKAGES: dict[tuple[str, str], tuple[Installer, str]] = {
     ("fa2", "flash-attn"): (flash_attn_package, "sm80"),
     ("fa2", "vllm"): (vllm_fa2, "sm80"),
     ("fa2", "torch"): (torch_fa2, "sm80"),
+    ("torch_efficient", "torch"): (torch_efficient, "sm90"),
     ("fa3", "flash-attn-3"): (fa3, "sm90"),
     ("fa3", "fa3-fwd"): (fa3, "sm90"),
     ("fa3", "vllm"): (fa3, "sm90"),

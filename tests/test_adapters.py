@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -98,13 +99,12 @@ def small_batch(adapter: PrefillAdapter, causal: bool = False) -> Ragged:
 
 
 def test_every_adapter_is_under_test() -> None:
-    torch_only = {"torch_efficient", "torch_math"}
-    assert {kernel for kernel, _ in PACKAGES} == ADAPTERS.keys() - torch_only
+    assert {kernel for kernel, _ in PACKAGES} == ADAPTERS.keys() - {"torch_math"}
     offered = {
         (kernel.name, provider.distribution)
         for kernel in load_matrix().kernels.values()
         for provider in kernel.providers
-        if kernel.name not in torch_only
+        if kernel.name != "torch_math"
     }
     assert PACKAGES.keys() == offered, "kernels.yaml names a provider that no adapter was tried with, or the reverse"
 
@@ -315,20 +315,62 @@ def test_a_plan_works_its_offsets_out_once(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out"])
-@pytest.mark.parametrize("wrong", ["pointer", "strides"])
+@pytest.mark.parametrize("wrong", ["pointer", "token stride", "head stride"])
 def test_what_cudnn_would_fault_on_is_copied(stage: Stage, name: str, wrong: str) -> None:
     adapter, _ = cudnn_adapter(stage)
     batch = small_batch(adapter)
     given = {"q": batch.q, "k": batch.k, "v": batch.v, "out": torch.empty(49, 3, 128, dtype=torch.bfloat16)}
-    tokens, heads, width = given[name].shape
-    view = {
-        "pointer": torch.empty(tokens * heads * width + 1, dtype=torch.bfloat16)[1:].view(tokens, heads, width),
-        "strides": torch.empty(tokens, heads, width + 1, dtype=torch.bfloat16)[..., :width],
+    shape, strides = given[name].shape, given[name].contiguous().stride()
+    memory = torch.empty(2 * given[name].numel() + 8, dtype=torch.bfloat16)
+    token, head, _ = strides
+    good = memory.as_strided(shape, strides)
+    bad = {
+        "pointer": memory.as_strided(shape, strides, 1),
+        "token stride": memory.as_strided(shape, (token + 1, head, 1)),
+        "head stride": memory.as_strided(shape, (token + 8, head + 1, 1)),
     }[wrong]
-    given[name] = view.copy_(given[name]) if name != "out" else view
-    got, lse = batch.plan(adapter).run(**given, return_lse=True)
-    assert got is given["out"]
-    assert_close(adapter, (got, lse), batch.truth(adapter))
+    plan = batch.plan(adapter)
+    for view in (good, bad, good):  # with a plan that knows these strides, and with one that does not yet
+        tensors = {**given, name: view.copy_(given[name])}
+        got, lse = plan.run(**tensors, return_lse=True)
+        assert got is tensors["out"]
+        assert_close(adapter, (got, lse), batch.truth(adapter))
+        assert_close(adapter, batch.plan(adapter).run(**tensors, return_lse=True), batch.truth(adapter))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("q", torch.float16), ("k", torch.float16), ("v", torch.float32), ("out", torch.float32)]
+)
+def test_cudnn_is_given_no_other_dtype(stage: Stage, name: str, dtype: torch.dtype) -> None:
+    """The graph would read 16 bit of whatever it is; without ``validate``, no other check is made."""
+    adapter, _ = cudnn_adapter(stage)
+    batch = small_batch(adapter)
+    tensors = {"q": batch.q, "k": batch.k, "v": batch.v, "out": torch.empty(49, 3, 128, dtype=torch.bfloat16)}
+    tensors[name] = tensors[name].to(dtype)
+    plan = adapter.plan(batch.cu_q, batch.cu_k, 33, 50, causal=False)
+    with pytest.raises(KernelError, match=f"was given {name} in {dtype} on cpu"):
+        plan.run(**tensors)
+
+
+def test_threads_build_a_graph_once(stage: Stage) -> None:
+    adapter, built = cudnn_adapter(stage)
+    batch = small_batch(adapter)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: batch.run(adapter), range(8)))
+    assert built() == 1
+    assert all(torch.equal(out, answers[0][0]) for out, _ in answers)
+
+
+def test_a_graph_that_cudnn_refuses_is_told_as_that(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, _ = cudnn_adapter(stage)
+    batch = small_batch(adapter)
+
+    def refuse(graph: Any) -> None:
+        raise RuntimeError("GRAPH_NOT_SUPPORTED")
+
+    monkeypatch.setattr(sys.modules["cudnn"].pygraph, "check_support", refuse, raising=False)
+    with pytest.raises(KernelError, match=r"nvidia-cudnn-frontend 1\.32\.0.*refused the batch.*GRAPH_NOT_SUPPORTED"):
+        batch.run(adapter)
 
 
 def test_a_plan_is_not_bound_while_a_graph_is_captured(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,10 +380,10 @@ def test_a_plan_is_not_bound_while_a_graph_is_captured(stage: Stage, monkeypatch
     plan = adapter.plan(batch.cu_q, batch.cu_k, 33, 50, causal=False)
     plan.run(batch.q, batch.k, batch.v)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    adapter.device = torch.device("cuda", 0)
     plan.run(batch.q, batch.k, batch.v)
     with pytest.raises(
-        KernelError, match="has to run a plan once, with tensors of these strides, before that is captured"
+        KernelError, match="has to run a plan once, in this thread and with such tensors, before that is"
     ):
         plan.run(batch.q, batch.k, batch.v, return_lse=True)
     assert built() == 1
@@ -355,7 +397,10 @@ def test_each_thread_and_device_has_a_handle_on_its_current_stream(monkeypatch: 
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.get, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(cudnn, "_handles", cudnn._Handles())
-    first, second = (SimpleNamespace(_cudnn=frontend, device=torch.device("cuda", index)) for index in (0, 1))
+    first, second = (
+        SimpleNamespace(_cudnn=frontend, device=torch.device("cuda", index), _check_not_capturing=lambda: None)
+        for index in (0, 1)
+    )
     assert [cudnn.Cudnn._handle(adapter) for adapter in (first, second, first)] == ["a", "b", "a"]
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(cudnn.Cudnn._handle, first).result() == "c"

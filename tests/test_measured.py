@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -459,3 +460,36 @@ def test_wrong_use_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], ar
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
+
+
+# ---- the shipped order -----------------------------------------------------------------------------------------------
+
+
+def test_the_sm90_order_follows_the_profile() -> None:
+    """priorities.yaml: by the geometric mean of eager times in shared shapes, with the exceptions that its comment has."""
+    matrix = load_matrix()
+    (profile,) = (p for p in matrix.profiles if p.gpu == "NVIDIA H200")
+    times: dict[str, dict[Any, float]] = {}
+    for dims in {reading.dims for reading in profile.readings}:
+        for shape, by_kernel in profile.times(dims, False).items():
+            for kernel, microseconds in by_kernel.items():
+                times.setdefault(kernel, {})[dims, shape] = microseconds
+
+    def against(a: str, b: str, heads: int | None = None) -> float:
+        """How long a takes, in units of b."""
+        shared = [key for key in times[a] if key in times[b] and heads in (None, key[1].heads)]
+        return math.exp(sum(math.log(times[a][key] / times[b][key]) for key in shared) / len(shared))
+
+    (order,) = (order for order in matrix.orders if "sm90" in order.arch and not order.dims)
+    flash = [kernel for kernel in order.order if matrix.kernels[kernel].backend == "FLASH_ATTN"]
+    others = list(order.order[len(flash) :])
+    assert [*flash, *others] == list(order.order), "FLASH_ATTN goes first"
+    assert {*flash, *others} == times.keys(), "a kernel of the order was not timed"
+    slower = {(a, b) for ranked in (flash, others) for a, b in itertools.pairwise(ranked) if against(a, b) > 1}
+    assert slower == {("flashinfer_cudnn", "torch_efficient")}
+    text = (DATA_DIR / "priorities.yaml").read_text(encoding="utf-8")
+    comment = " ".join(text.partition("- arch: [sm90]")[2].partition("note:")[0].replace("#", " ").split())
+    assert f"fa3 takes {against('flashinfer_fa3', 'fa2'):.2f} of FA2's time" in comment
+    assert f"and cuDNN {against('cudnn', 'fa2'):.2f}" in comment
+    assert f"takes {against('torch_efficient', 'flashinfer_cudnn'):.2f} of its time because of small batches" in comment
+    assert f"but {against('torch_efficient', 'flashinfer_cudnn', 128):.2f} with 128 heads" in comment
