@@ -10,6 +10,7 @@ import math
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -325,9 +326,9 @@ def test_what_cudnn_would_fault_on_is_copied(stage: Stage, name: str, wrong: str
     token, head, _ = strides
     good = memory.as_strided(shape, strides)
     bad = {
-        "pointer": memory.as_strided(shape, strides, 1),
-        "token stride": memory.as_strided(shape, (token + 1, head, 1)),
-        "head stride": memory.as_strided(shape, (token + 8, head + 1, 1)),
+        "pointer": memory.as_strided(shape, strides, 4),
+        "token stride": memory.as_strided(shape, (token + 4, head, 1)),
+        "head stride": memory.as_strided(shape, (token + 16, head + 4, 1)),
     }[wrong]
     plan = batch.plan(adapter)
     for view in (good, bad, good):  # with a plan that knows these strides, and with one that does not yet
@@ -352,9 +353,15 @@ def test_cudnn_is_given_no_other_dtype(stage: Stage, name: str, dtype: torch.dty
         plan.run(**tensors)
 
 
-def test_threads_build_a_graph_once(stage: Stage) -> None:
+def test_threads_build_a_graph_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, built = cudnn_adapter(stage)
     batch = small_batch(adapter)
+
+    def takes_a_while(graph: Any) -> None:
+        time.sleep(0.05)
+        graph.done.append("check_support")
+
+    monkeypatch.setattr(sys.modules["cudnn"].pygraph, "check_support", takes_a_while, raising=False)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: batch.run(adapter), range(8)))
     assert built() == 1
