@@ -138,7 +138,7 @@ class Cudnn(PrefillAdapter):
             {uid: tensor.view(-1, 1, 1, 1) for uid, tensor in ragged.items()},
             out=(tokens, heads, width),
             lse=None if columns is None else (heads, columns),
-            workspace=graph.get_workspace_size(),
+            workspace=max(1, graph.get_workspace_size()),  # an empty tensor has no address
         )
 
     def _build(self, sequences: int, max_q: int, max_k: int, causal: bool, layout: Layout) -> Any:
