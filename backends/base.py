@@ -1,8 +1,9 @@
 """What all adapters share: the plan of a batch, and kernels' results brought to one convention.
 
 To add a kernel, subclass ``PrefillAdapter``: import the package in ``load_kernel``, and in ``prepare`` return a
-function that makes one call and hands back (out, lse) as the kernel gives them. Padding V, copying into ``out``, and
-the layout, base and empty rows of the LSE are done here, as the kernel sheet (``capabilities/data/kernels.yaml``) says.
+function that makes one call and hands back (out, lse) as the kernel gives them, in the given ``out`` if there is one.
+Padding V, and the layout, base and empty rows of the LSE are done here, as the kernel sheet
+(``capabilities/data/kernels.yaml``) says.
 Then name the class in ``backends.ADAPTERS``.
 """
 
@@ -154,8 +155,8 @@ class PrefillPlan:
             return_lse: also return the log-sum-exp of the scaled scores.
 
         Returns:
-            out, or (out, lse) with lse float32 (heads, query tokens), natural log. A row without keys has out 0 and
-            lse -inf.
+            out, or (out, lse) with lse float32 (heads, query tokens), natural log, contiguous (as vLLM's
+            merge_attn_states.cu reads it). A row without keys has out 0 and lse -inf.
 
         Raises:
             KernelError: the kernel raised; its exception is the cause.
@@ -192,8 +193,6 @@ class PrefillAdapter(ABC):
     def __post_init__(self) -> None:
         #: How this kernel returns its LSE; ``load_kernel`` may replace it where a version can be asked for another.
         self.lse: LseConvention | None = self.candidate.lse
-        #: Whether the prepared call writes into ``out`` itself; where not, the result is copied.
-        self.writes_out = True
         try:
             self.load_kernel()
         except KernelError:
@@ -270,8 +269,6 @@ class PrefillAdapter(ABC):
     def _normalised(self, attention: Attention, batch: Batch) -> Attention:
         if self.candidate.pad_v_to is not None:
             attention = with_padded_v(attention, self.dims.v_head_dim, self.candidate.pad_v_to)
-        elif not self.writes_out:
-            attention = with_copied_out(attention)
         elif self.out_dtype != self.dtype:
             attention = with_new_out(attention, self.dims.v_head_dim, self.out_dtype)
         return attention if self.lse is None else with_natural_lse(attention, self.lse, batch)
@@ -330,18 +327,6 @@ def with_padded_v(inner: Attention, v_head_dim: int, width: int) -> Attention:
         result, lse = inner(q, k, padded, None, return_lse)
         result = result[..., :v_head_dim]
         return result.contiguous() if out is None else out.copy_(result), lse
-
-    return attention
-
-
-def with_copied_out(inner: Attention) -> Attention:
-    """For kernels that cannot write into a given ``out``."""
-
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        result, lse = inner(q, k, v, None, return_lse)
-        return result if out is None else out.copy_(result), lse
 
     return attention
 

@@ -128,7 +128,6 @@ class FlashAttention2(_FlashAttention):
         version = distribution_version(self.provider.distribution) or ""
         form = next((form for form in FLASH_ATTN_FORMS if contains(form.versions, version)), None)
         if form is None:
-            self.writes_out = False
             public = self.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
             self._call = partial(self._through_public, public)
         else:
@@ -142,10 +141,11 @@ class FlashAttention2(_FlashAttention):
         def attention(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
         ) -> tuple[Tensor, Tensor | None]:
-            if not return_lse:
-                return call(q=q, k=k, v=v), None
-            result, lse, *_ = call(q=q, k=k, v=v, return_attn_probs=True)
-            return result, lse
+            if return_lse:
+                result, lse, *_ = call(q=q, k=k, v=v, return_attn_probs=True)
+            else:
+                result, lse = call(q=q, k=k, v=v), None
+            return result if out is None else out.copy_(result), lse
 
         return attention
 
@@ -153,7 +153,6 @@ class FlashAttention2(_FlashAttention):
         self._forward = torch.ops.aten._flash_attention_forward.default
         in_place = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)  # torch 2.13 has it
         self._into = None if in_place is None else in_place.default
-        self.writes_out = self._into is not None
         self._call = self._through_torch
 
     def _through_torch(self, batch: Batch) -> Attention:
@@ -166,8 +165,8 @@ class FlashAttention2(_FlashAttention):
         ) -> tuple[Tensor, Tensor | None]:
             if out is not None and into is not None:
                 return out, into(out, q, k, v, *ragged, False, scale=scale)
-            results = forward(q, k, v, *ragged, False, scale=scale)
-            return results[0], results[1]
+            result, lse, *_ = forward(q, k, v, *ragged, False, scale=scale)
+            return result if out is None else out.copy_(result), lse
 
         return attention
 

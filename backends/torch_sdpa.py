@@ -45,7 +45,6 @@ class TorchEfficient(PrefillAdapter):
     def load_kernel(self) -> None:
         if self.device.type == "cpu":
             raise self.error("has no kernel for the CPU; torch_math has")
-        self.writes_out = False
 
     def prepare(self, batch: Batch) -> Attention:
         op = torch.ops.aten._efficient_attention_forward.default
@@ -58,7 +57,8 @@ class TorchEfficient(PrefillAdapter):
             q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, return_lse: bool
         ) -> tuple[Tensor, Tensor | None]:
             result, lse, *_ = op(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), *ragged, return_lse, scale=scale)
-            return result.squeeze(0), lse if return_lse else None
+            result = result.squeeze(0)
+            return result if out is None else out.copy_(result), lse if return_lse else None
 
         return attention
 

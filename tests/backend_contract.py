@@ -125,6 +125,7 @@ def assert_close(adapter: PrefillAdapter, got: tuple[Tensor, Tensor], truth: tup
     """Out by the norm of the difference, LSE by its largest difference, rows without keys exactly."""
     tolerance = tolerance_of(str(adapter.dtype).removeprefix("torch."), adapter.kernel.lse)
     (out, lse), (true_out, true_lse) = got, truth
+    assert lse.is_contiguous(), "kernels that merge states get no strides (vLLM: merge_attn_states.cu)"
     assert torch.equal(lse == -math.inf, true_lse == -math.inf), "rows without keys"
     assert not torch.isposinf(lse).any()
     filled = true_lse != -math.inf

@@ -297,7 +297,6 @@ def test_batches_of_other_lengths_share_a_graph(stage: Stage) -> None:
         batch = Ragged.random(adapter, lengths, causal=True)
         got = batch.run(adapter)
         assert_close(adapter, got, batch.truth(adapter))
-        assert got[1].is_contiguous()
         assert built() == graphs, lengths
     batch.plan(adapter).run(batch.q, batch.k, batch.v)
     assert built() == 5, "without the LSE it is another graph"
