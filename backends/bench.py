@@ -419,14 +419,13 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def speedups(profile: Profile, kernel: str = "fa4", over: str = "fa3") -> list[tuple[float, MLADimensions, Shape]]:
-    """How many times as fast ``kernel`` is, eager, in every shape that both were timed in; the slowest first."""
-    times: dict[tuple[MLADimensions, tuple[int, ...], int], dict[str, float]] = {}
-    for r in profile.readings:
-        times.setdefault((r.dims, r.lengths, r.heads), {})[r.kernel] = r.eager_us
+    """How many times as fast ``kernel`` is in every shape that both were timed in, eager, with planning spread over the
+    profile's layers; the slowest first."""
     return sorted(
-        (by_kernel[over] / by_kernel[kernel], dims, Shape.of(lengths, heads))
-        for (dims, lengths, heads), by_kernel in times.items()
-        if kernel in by_kernel and over in by_kernel
+        (times[over] / times[kernel], dims, shape)
+        for dims in dict.fromkeys(reading.dims for reading in profile.readings)
+        for shape, times in profile.times(dims, False).items()
+        if kernel in times and over in times
     )
 
 
