@@ -120,6 +120,12 @@ def check(sources: Sources, *, notices: bool = True) -> list[Finding]:
 
     Without ``notices`` it is what a load needs: errors of the five files, nothing about records.
     """
+    return judged(sources, notices=notices)[0]
+
+
+def judged(sources: Sources, *, notices: bool) -> tuple[list[Finding], Matrix | None]:
+    """`check`, with the matrix that it made of them, if it came that far."""
+    matrix = None
     findings = list(overlays_are_of_a_kind(sources))
     if not findings:
         for _, source in sources.all():
@@ -132,14 +138,14 @@ def check(sources: Sources, *, notices: bool = True) -> list[Finding]:
         for rule in NAME_RULES:
             findings += rule(sheets)
         if not findings:
-            sheets.matrix = Matrix(document(sources))
+            matrix = sheets.matrix = Matrix(document(sources), sources.folder)
             for rule in MEANING_RULES + (NOTICE_RULES if notices else ()):
                 findings += rule(sheets)
             if notices:
                 from mla_prefill.capabilities.record_checks import check_records
 
-                findings += check_records(sources, sheets.matrix)
-    return sorted(set(findings))
+                findings += check_records(sources, matrix)
+    return sorted(set(findings)), matrix
 
 
 def check_path(
@@ -148,19 +154,19 @@ def check_path(
     """`check` of a data folder, of files in place of their shipped namesakes, or of the shipped data (with its
     compiled form). Raises OSError where a path cannot be read."""
     sources = gather(path, extra)
-    findings = check(sources)
+    findings, matrix = judged(sources, notices=True)
     if path is None and extra:  # whoever checks an overlay can do nothing about the shipped data
         shipped = {source.label for source in sources.files.values()}
         findings = [f for f in findings if f.severity == "error" or f.path not in shipped]
-    if path is None and not extra and not any(f.severity == "error" for f in findings):
-        findings += compiled_form_is_current(sources)
+    if path is None and not extra and matrix and not any(f.severity == "error" for f in findings):
+        findings += compiled_form_is_current(matrix)
     return findings
 
 
-def compiled_form_is_current(sources: Sources) -> list[Finding]:
+def compiled_form_is_current(shipped: Matrix) -> list[Finding]:
     """The compiled form beside the shipped data says exactly what its sources say."""
     current = COMPILED.read_bytes() if COMPILED.exists() else b""
-    if current == compiled_text(sources).encode():
+    if current == compiled_text(shipped).encode():
         return []
     message = "the compiled form was not made from these sources" if current else "there is no compiled form"
     label = f"{DATA_LABEL}/{COMPILED.name}"
@@ -175,10 +181,12 @@ def overlays_are_of_a_kind(sources: Sources) -> Findings:
             yield source.finding((1, 1), "X315", message, hint)
 
 
-def require_clean(sources: Sources) -> None:
-    """Raises MatrixError with every error."""
-    if findings := check(sources, notices=False):
+def require_clean(sources: Sources) -> Matrix:
+    """The matrix of these sources. Raises MatrixError with every error."""
+    findings, matrix = judged(sources, notices=False)
+    if findings or matrix is None:
         raise MatrixError(findings)
+    return matrix
 
 
 # ---- names ------------------------------------------------------------------------------------------------------

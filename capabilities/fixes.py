@@ -26,9 +26,9 @@ def fix(path: str | Path | Sequence[str] | None, extra: Sequence[str | Path] = (
         write(target, mended(source, kind, own, [rows for file, rows in misplaced if file is source]))
         yield str(target)
     if path is None and not extra:
-        sources = load.gather()
-        if not checks.check(sources, notices=False) and checks.compiled_form_is_current(sources):
-            write(load.COMPILED, load.compiled_text(sources).encode())
+        errors, matrix = checks.judged(load.gather(), notices=False)
+        if matrix and not errors and checks.compiled_form_is_current(matrix):
+            write(load.COMPILED, load.compiled_text(matrix).encode())
             yield str(load.COMPILED)
 
 

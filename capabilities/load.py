@@ -227,9 +227,7 @@ def load_matrix(path: str | Path | None = None, extra: Sequence[str | Path] = ()
         return Matrix(compiled, DATA_DIR)
     from mla_prefill.capabilities.checks import require_clean
 
-    sources = gather(path, extra)
-    require_clean(sources)
-    return Matrix(document(sources), sources.folder)
+    return require_clean(gather(path, extra))
 
 
 def importable(modules: Iterable[str]) -> dict[str, bool]:
@@ -259,6 +257,6 @@ def _read_compiled() -> dict[str, Any] | None:
     return compiled if compiled.get("fingerprint") == shipped_fingerprint() else None
 
 
-def compiled_text(sources: Sources) -> str:
-    """The text of ``compiled.json`` for these sources."""
-    return json.dumps(document(sources), separators=(",", ":"), sort_keys=False) + "\n"
+def compiled_text(shipped: Matrix) -> str:
+    """The text of ``compiled.json``."""
+    return json.dumps(shipped.document, separators=(",", ":"), sort_keys=False) + "\n"

@@ -98,6 +98,7 @@ class Matrix:
         not_allowed: why no row allows some of what the kernel sheet holds possible.
         features: what ``Request.needs`` may name, with a line of explanation each.
         families: the model families of models.yaml, as plain data.
+        document: what it was made from, as plain data.
         fingerprint: SHA-256 over the sources; equal fingerprints give equal decisions.
     """
 
@@ -109,7 +110,7 @@ class Matrix:
         return hash(self.fingerprint)
 
     def __init__(self, document: Mapping[str, Any], folder: Path | None = None) -> None:
-        self._document = document
+        self.document = document
         self.fingerprint: str = document["fingerprint"]
         self.schema_version: int = document["schema_version"]
         self.features: Mapping[str, str] = MappingProxyType(document["features"])
@@ -147,7 +148,7 @@ class Matrix:
 
     def __reduce__(self) -> tuple[type[Matrix], tuple[Mapping[str, Any]]]:
         """Pickled and copied as what it was made of; a decision can then go to another process."""
-        return Matrix, (self._document,)
+        return Matrix, (self.document,)
 
     # ---- asking -----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from mla_prefill.capabilities.source import MAX_FINDINGS, SourceFile
 
 SCHEMA_DIR = Path(__file__).parent / "schema"
 SCHEMA_VERSION = 1
+#: (schema, SHA-256) of files without findings: a reload, or an overlay, leaves most files as they were.
+_passed: set[tuple[str, bytes]] = set()
 _TYPES = {"object": "a mapping", "array": "a list", "string": "a string", "integer": "a whole number", "null": "null"}
 
 
@@ -28,6 +31,18 @@ def validator(name: str) -> Any:
 
 def validate(source: SourceFile, name: str) -> list[Finding]:
     """Everything in ``source`` that its schema refuses."""
+    content = (name, hashlib.sha256(source.raw).digest())
+    if content in _passed:
+        return []
+    findings = _refused(source, name)
+    if not findings:
+        if len(_passed) >= 256:  # so that a process that reads ever other files does not grow
+            _passed.clear()
+        _passed.add(content)
+    return findings
+
+
+def _refused(source: SourceFile, name: str) -> list[Finding]:
     if not isinstance(source.data, dict):
         hint = f"the file must be a mapping with schema_version and {name}"
         return [source.finding((1, 1), "S203", f"expected a mapping, got {_say(source.data)}", hint)]

@@ -362,9 +362,8 @@ def test_a_changed_source_is_never_answered_from_the_compiled_form(
 
 
 def test_the_compiled_form_equals_its_sources() -> None:
-    sources = load.gather()
-    checks.require_clean(sources)
-    assert json.loads(load.COMPILED.read_text(encoding="utf-8")) == load.document(sources)
+    matrix = checks.require_clean(load.gather())
+    assert json.loads(load.COMPILED.read_text(encoding="utf-8")) == matrix.document
 
 
 def test_fix_mends_what_a_link_leads_to(edited: Edit, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from mla_prefill.cli_options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mla_prefill import Matrix, MLADimensions
     from mla_prefill.capabilities.load import Sources
     from mla_prefill.capabilities.propose import Proposal
@@ -44,14 +46,11 @@ def diff(options: argparse.Namespace) -> int:
 def _matrix(text: str | None, base: Sources | None) -> Matrix:
     """Raises MatrixError with the findings of sources that do not pass their checks."""
     from mla_prefill.capabilities import checks, load
-    from mla_prefill.capabilities.matrix import Matrix
     from mla_prefill.capabilities.revisions import sources_of
 
     if text is None and base is not None:
         return load.load_matrix()
-    sources = sources_of(text, base)
-    checks.require_clean(sources)
-    return Matrix(load.document(sources))
+    return checks.require_clean(sources_of(text, base))
 
 
 def add(options: argparse.Namespace) -> int:
@@ -60,14 +59,12 @@ def add(options: argparse.Namespace) -> int:
 
     sources = load.gather(options.matrix or overrides().matrix, options.extra)
     path, target = _target(options, sources)
-    checks.require_clean(sources)
-    document = load.document(sources)
-    matrix = Matrix(document)
+    matrix = checks.require_clean(sources)
     try:
         dims, name, ref = _model(options, matrix)
         proposal = propose.propose(matrix, name, dims)
         _refuse_installed(options, path)
-        records = _build(proposal, document) if options.build else []
+        records = _build(proposal, matrix.document) if options.build else []
     except (propose.NothingToAddError, NegativeAnswerError) as error:
         progress(f"mla-prefill: {error}")
         return NEGATIVE
@@ -160,7 +157,7 @@ def _origin(path: Path) -> tuple[str, str]:
     return folder.resolve().name, f"{folder.resolve().name}:{file}"
 
 
-def _build(proposal: Proposal, document: dict[str, Any]) -> list[dict[str, Any]]:
+def _build(proposal: Proposal, document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Evidence records of the new cells, built for every architecture at once."""
     from mla_prefill.capabilities.matrix import Matrix
 
